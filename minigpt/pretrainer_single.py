@@ -121,7 +121,8 @@ def choose(
 ) -> Choices:
     "The one place that chooses device, number type, back end and scaler"
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        alone = int(os.environ.get("WORLD_SIZE", 1)) == 1  # an Apple GPU serves one process only
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() and alone else "cpu"
     kind = device.partition(":")[0]
     if kind not in ("cpu", "mps", "cuda"):
         raise ValueError(f"--device {device}: choose auto, cpu, mps, cuda or cuda:N")
@@ -557,7 +558,8 @@ def train_step(self, group):
         self.position += len(x) * self.world_size
         self.tokens_seen += y.numel() * self.world_size
     self.grad_norm = self.clip_grads()
-    self.check_finite(loss)
+    if not self.scaler.is_enabled():  # with a scaler an infinite norm is normal: it skips that update
+        self.check_finite("gradient norm", self.grad_norm.item())
     self.optimizer_step()
 
 
@@ -569,15 +571,13 @@ def autocast(self):
 
 # %% ../nbs/04_pretrainer_single.ipynb #check-finite
 @patch_to(Trainer)
-def check_finite(self, loss):
-    "Stop before a bad gradient touches the weights (with a scaler an infinite norm is normal: it skips the step)"
-    norm_counts = not self.scaler.is_enabled()
-    if torch.isfinite(loss) and (torch.isfinite(self.grad_norm) or not norm_counts):
-        return
-    raise FloatingPointError(
-        f"step {self.step + 1}: loss {loss.item():g}, gradient norm {self.grad_norm.item():g}; stopped with the weights untouched. "
-        f"Last checkpoint: {self.last_checkpoint or 'none'}. Likely: --learning_rate too high, no warm-up or clipping, bad data"
-    )
+def check_finite(self, what: str, value: float):
+    "Stop on a number that is not finite; all ranks see the same number, so all stop"
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"step {self.step + 1}: {what} is {value}; stopped, last checkpoint: {self.last_checkpoint or 'none'}. "
+            "Likely causes: --learning_rate too high, no warm-up, --clip 0, float16 overflow, bad data"
+        )
 
 
 @patch_to(Trainer)
@@ -630,6 +630,7 @@ def check_and_evaluate(self, lr: float):
 def record(self, kind: str, lr: float, elapsed: float, **extra):
     "Emit the mean training loss since the last record, over all ranks, and start the next mean"
     loss, tokens = self.reduce_sum(self.loss_acc).tolist()
+    self.check_finite("mean training loss", loss / tokens)
     self.emit(
         kind, total_steps=self.total_steps, epoch=self.epoch, lr=lr, train_loss=loss / tokens, **extra,
         grad_norm=self.grad_norm.item(), tokens=self.tokens_seen, samples_seen=self.samples_seen,
@@ -668,7 +669,7 @@ def checkpoint(self) -> dict:
     "All that a resumed run needs, as tensors and plain Python"
     return dict(
         **self.gather_state(), scaler_state=self.scaler.state_dict(), step=self.step, epoch=self.epoch, position=self.position,
-        samples_seen=self.samples_seen, tokens_seen=self.tokens_seen, loss_accumulator=self.reduce_sum(self.loss_acc.clone()).tolist(),
+        samples_seen=self.samples_seen, tokens_seen=self.tokens_seen, loss_accumulator=self.reduce_sum(self.loss_acc).tolist(),
         config=self.about.get("model_config"), data_fingerprint=self.about.get("data_fingerprint"), train_args=asdict(self.args),
         choices=asdict(self.choices), world_size=self.world_size, versions=dict(torch=str(torch.__version__), python=sys.version.split()[0]),
     )  # fmt: skip
