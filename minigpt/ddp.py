@@ -5,6 +5,7 @@ __all__ = ['DDP_SEAMS', 'Place', 'place_from_env', 'own_device', 'init_distribut
            'unwrap_model', 'sync_context', 'reduce_sum', 'barrier', 'gather_state', 'cleanup', 'patch_ddp']
 
 # %% ../nbs/10_ddp.ipynb #imports
+import gc
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def wrap_model(self):
 
 def unwrap_model(self):
     "The module inside the wrapper"
-    return self.model.module if self.ddp else self.model
+    return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
 # %% ../nbs/10_ddp.ipynb #sync-context
 def sync_context(self, last: bool):
@@ -138,9 +139,12 @@ def gather_state(self):
 
 
 def cleanup(self):
-    "Leave the process group"
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    "Unwrap the model and leave the process group"
+    if not dist.is_initialized():
+        return
+    self.model = self.unwrap_model()
+    gc.collect()  # DDP holds the group in a reference cycle; torn down at exit instead, gloo's threads sometimes abort the process
+    dist.destroy_process_group()
 
 # %% ../nbs/10_ddp.ipynb #patch-ddp
 DDP_SEAMS = [

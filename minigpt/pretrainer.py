@@ -252,7 +252,11 @@ def build_trainer(run: RunArgs, train: "pretrainer_single.TrainArgs", options: d
     trainer = pretrainer_single.Trainer(model, optimizer, train, device=run.device, log=log, about=about)
     trainer.set_dataset(train_set, eval_set)
     run.prompt = run.prompt or words.decode(dataset[len(dataset) - 1][0][:12].tolist())
-    trainer.setup()
+    try:
+        trainer.setup()
+    except BaseException:
+        trainer.cleanup()
+        raise
     return trainer, words
 
 # %% ../nbs/11_launch.ipynb #finish

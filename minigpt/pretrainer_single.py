@@ -473,11 +473,11 @@ def setup(self):
     self.init_dataloader()
     self.wrap_model()
     self.loss_acc = self.zeros(2)  # loss in nats and tokens since the last record
-    self.is_ready = True
     self.emit("start", **self.facts())
     if path := self.checkpoint_to_resume():
         self.load_checkpoint(path)
     self.clock, self.tokens_at_clock = time.perf_counter(), self.tokens_seen
+    self.is_ready = True
 
 
 @patch_to(Trainer)
@@ -523,6 +523,7 @@ def train(self):
         self.barrier()
     finally:
         self.cleanup()
+        self.is_ready = False
 
 # %% ../nbs/04_pretrainer_single.ipynb #train-epoch
 @patch_to(Trainer)
