@@ -99,7 +99,7 @@ def train_bpe(
         merges.append(best)
     return merges
 
-# %% ../nbs/01_tokenizer.ipynb #library-text
+# %% ../nbs/01_tokenizer.ipynb #train-library
 def library_text(
     text: str, # one document
 ) -> str:      # its UTF-8 bytes as the characters U+0000 to U+00FF, pieces parted by U+00FF
@@ -152,6 +152,8 @@ def token_table(
     merges: list[tuple[int, int]], # merge i joins two ids into the id 256 + i
 ) -> list[bytes]:                  # the bytes of each id
     "Spell out every token; refuse merges that byte pair encoding cannot have made"
+    if not isinstance(merges, (list, tuple)):
+        raise ValueError(f"merges are {merges!r:.60}: they must be a list of pairs")
     table = [bytes([b]) for b in range(256)]
     seen = set(table)
     for i, pair in enumerate(merges):
@@ -193,7 +195,8 @@ class Encoder:
         size = len(texts) // (8 * threads) + 1  # a thread takes a group at a time: one text is too little work
         groups = [texts[i:i + size] for i in range(0, len(texts), size)]
         with ThreadPoolExecutor(threads) as pool:
-            return [ids for group in pool.map(lambda group: [self.encode(text) for text in group], groups) for ids in group]
+            encoded = pool.map(lambda group: [self.encode(text) for text in group], groups)
+            return [ids for group in encoded for ids in group]
 
 # %% ../nbs/01_tokenizer.ipynb #codec
 class Codec(Encoder):
@@ -204,10 +207,11 @@ class Codec(Encoder):
         data: bytes, # any bytes: what is not UTF-8 is kept byte for byte
     ) -> list[int]:  # ids
         "Ids of `data`; `decode_bytes` gives it back"
-        parts = regex.split("([\udc80-\udcff])", data.decode("utf-8", "surrogateescape"))
-        ids = [self.encode(part) for part in parts[::2]]
-        odd = [[ord(byte) - 0xDC00] for byte in parts[1::2]] + [[]]
-        return [i for pair in zip(ids, odd) for part in pair for i in part]
+        marked = data.decode("utf-8", "surrogateescape")  # a byte b that is not UTF-8 becomes the code U+DC00 + b
+        ids = []
+        for part in regex.split("([\udc80-\udcff])", marked):
+            ids += [ord(part) - 0xDC00] if "\udc80" <= part <= "\udcff" else self.encode(part)
+        return ids
 
     def decode_bytes(
         self,
@@ -235,13 +239,21 @@ def _check_specials(
     specials: list[str], # names of the special tokens
 ):
     "Refuse names that are not different, non-empty strings, or that lack the end of text"
-    if not all(isinstance(name, str) and name for name in specials) or len(set(specials)) < len(specials):
-        raise ValueError(f"special tokens {specials!r:.120}: they must be different, non-empty strings")
+    names = specials if isinstance(specials, (list, tuple)) else [None]
+    if not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"special tokens {specials!r:.120}: they must be a list of different, non-empty strings")
     if SPECIALS[0] not in specials:
         raise ValueError(f"special tokens {specials!r:.120}: {SPECIALS[0]} is missing, it ends each document")
 
 # %% ../nbs/01_tokenizer.ipynb #content-hash
 FILE_FORMAT, FILE_VERSION = "minigpt-tokenizer", 1
+
+
+def _digest(
+    content: dict, # fields of a tokenizer file but its hash
+) -> str:          # sha256 in hexadecimal
+    "Hash `content`, whatever the order of its fields"
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8")).hexdigest()
 
 
 def tokenizer_content(
@@ -251,7 +263,7 @@ def tokenizer_content(
     "All that decides which ids a text gets, and a hash of it"
     pairs = [list(pair) for pair in merges]
     content = dict(format=FILE_FORMAT, version=FILE_VERSION, pattern=SPLIT_PATTERN, merges=pairs, specials=specials)
-    return dict(content, hash=hashlib.sha256(json.dumps(content).encode("utf-8")).hexdigest())
+    return dict(content, hash=_digest(content))
 
 # %% ../nbs/01_tokenizer.ipynb #read-content
 MAX_FILE_BYTES = 64 * 2**20  # far above the file of any vocabulary
@@ -259,7 +271,7 @@ MAX_FILE_BYTES = 64 * 2**20  # far above the file of any vocabulary
 
 def _read_content(
     path: Path, # tokenizer file
-) -> dict:      # its content, of our format, version and pattern
+) -> dict:      # its content, of our format, version and pattern, as it was saved
     "Read a tokenizer file or say in one line what is wrong with it"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; train_tokenizer(...).save(path) makes one")
@@ -274,6 +286,8 @@ def _read_content(
     for key, value in dict(version=FILE_VERSION, pattern=SPLIT_PATTERN).items():
         if content.get(key) != value:
             raise ValueError(f"{path}: {key} {content.get(key)!r:.80} is not this minigpt's {value!r}: train the tokenizer again")
+    if content.pop("hash", None) != _digest(content):
+        raise ValueError(f"{path}: changed since it was saved (its hash does not match): train the tokenizer again")
     return content
 
 # %% ../nbs/01_tokenizer.ipynb #tokenizer-file
@@ -299,12 +313,9 @@ class TokenizerFile:
         "Read a tokenizer; whatever is wrong with the file is one line"
         content = _read_content(Path(path))
         try:
-            tokenizer = cls(content["merges"], content["specials"])
-        except (KeyError, TypeError, ValueError) as error:
+            return cls(content.get("merges"), content.get("specials"))
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        if tokenizer.hash != content.get("hash"):
-            raise ValueError(f"{path}: changed since it was saved (its hash does not match): train the tokenizer again")
-        return tokenizer
 
 # %% ../nbs/01_tokenizer.ipynb #tokenizer-class
 class Tokenizer(Codec, TokenizerFile):
