@@ -216,7 +216,7 @@ def test_d39_one_byte_more_in_the_text_is_another_hash(documents, tok):
 
 
 def test_d39_the_hash_is_the_same_on_every_machine():
-    assert tk.Tokenizer([(116, 104), (256, 101)]).hash == "0751f1a30f939d5b1733a4bbd1cbdb47a3943bf7b9005c84eb579d186cd3916e"
+    assert tk.Tokenizer([(116, 104), (256, 101)]).hash == "3d6d5f80b05e0f4a80469bd25fa612b1051ca168fce5b8b3b2164e7659bb78e6"
 
 
 def test_d07_the_file_is_utf8_under_any_locale(tok, saved):
@@ -272,7 +272,24 @@ def test_changed_files_are_one_clear_line(saved, fields):
 @pytest.mark.parametrize("key", ["version", "pattern", "merges", "specials", "hash"])
 def test_a_missing_field_is_one_clear_line(saved, key):
     saved.write_text(json.dumps({k: v for k, v in json.loads(saved.read_text("utf-8")).items() if k != key}), "utf-8")
-    fails(ValueError, lambda: tk.Tokenizer.load(saved), saved, key)
+    fails(ValueError, lambda: tk.Tokenizer.load(saved), saved, "train the tokenizer again")
+
+
+@pytest.mark.parametrize("fields, words", [
+    (dict(merges=None), ["list of pairs"]), (dict(merges=[5]), ["merge 0 is 5"]), (dict(merges=[[97, 256]]), ["merge 0 is [97, 256]", "0 to 255"]),
+    (dict(merges=[[97, 98], [97, 98]]), ["merge 1", "there already"]), (dict(specials=None), ["None"]), (dict(specials=["<|end|>"]), ["<|endoftext|>"]),
+    (dict(merges=[[97, 97]] + [[256 + i, 256 + i] for i in range(40)]), ["longer than 68 bytes"]),
+])
+def test_a_well_hashed_file_that_no_training_makes_is_one_clear_line(saved, fields, words):
+    content = json.loads(saved.read_text("utf-8")) | fields
+    del content["hash"]
+    saved.write_text(json.dumps(dict(content, hash=tk._digest(content))), "utf-8")
+    fails(ValueError, lambda: tk.Tokenizer.load(saved), saved, *words)
+
+
+def test_the_order_of_fields_does_not_matter(tok, saved):
+    saved.write_text(json.dumps(json.loads(saved.read_text("utf-8")), sort_keys=True, indent=1), "utf-8")
+    assert tk.Tokenizer.load(saved).hash == tok.hash
 
 
 def test_a_file_too_large_is_refused_before_it_is_read(saved):
