@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['SIZES', 'STRATEGIES', 'GROUPS', 'ALIASES', 'RunArgs', 'field_help', 'field_types', 'convert', 'known_option',
-           'read_config', 'OneLineParser', 'complain', 'build_parser', 'parse_args', 'prepare_data', 'wait_for',
+           'read_config', 'OneLineParser', 'complain', 'build_parser', 'parse_args', 'prepare_data', 'my_turn',
            'build_model', 'share_cores', 'sample', 'build_trainer', 'finish', 'main']
 
 # %% ../nbs/11_launch.ipynb #imports
@@ -13,12 +13,14 @@ import os
 import re
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 # %% ../nbs/11_launch.ipynb #imports-libraries
 import torch
 import yaml
+from filelock import FileLock, Timeout
 
 # %% ../nbs/11_launch.ipynb #imports-minigpt
 import minigpt.ddp as ddp
@@ -176,26 +178,29 @@ def prepare_data(
     run: RunArgs,  # dataset_path or corpus
     vocab_size: int,  # of the tokenizer to train, where one has to be
 ) -> Path:  # the .bin to train on
-    "Find the data or make it: local rank 0 prepares, the other processes of its machine wait for the sidecar"
+    "Find the data or make it; processes take turns, so the first prepares and the others find it done"
     if run.dataset_path and run.dataset_path[0].endswith(".bin"):
         return Path(run.dataset_path[0])
-    if run.dataset_path:
-        job = pretrain_dataset.files_job(run.dataset_path, vocab_size, content_key=run.content_key, on_bad=run.on_bad)
-    else:
-        job = pretrain_dataset.corpus_job(run.corpus or pretrain_dataset.default_corpus(), vocab_size)
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        job.prepare()
-    else:
-        wait_for(job.path.with_suffix(".json"))
-    return job.path
+    with my_turn(pretrain_dataset.data_dir() / "prepare.lock"):
+        if run.dataset_path:
+            return pretrain_dataset.prepare_files(run.dataset_path, vocab_size, content_key=run.content_key, on_bad=run.on_bad)
+        return pretrain_dataset.prepare_corpus(run.corpus or pretrain_dataset.default_corpus(), vocab_size)
 
 
-def wait_for(sidecar: Path):
-    "Wait for a file that another process renames into place; torchrun ends us should that process fail"
-    if not sidecar.exists():
-        print(f"[rank {os.environ['RANK']}] waiting for {sidecar}, which local rank 0 prepares", flush=True)
-    while not sidecar.exists():
-        time.sleep(0.1)
+@contextmanager
+def my_turn(path: Path):
+    "Hold a lock that the system frees should its holder die; say so when waiting takes more than a second"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=1)
+    except Timeout:
+        print(f"[rank {os.environ.get('RANK', 0)}] waiting for another process to prepare the data in {path.parent}", flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 # %% ../nbs/11_launch.ipynb #build-model
 def build_model(
