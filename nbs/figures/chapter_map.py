@@ -14,14 +14,14 @@ CHAPTERS = {
 
 def draw(current: str, path: Path):
     "The strip with one chapter lit"
-    fig, ax = plt.subplots(figsize=(8, 0.62))
+    fig, ax = plt.subplots(figsize=(9, 0.62))
     ax.axis("off")
     for i, (number, name) in enumerate(CHAPTERS.items()):
         lit = number == current
         style = dict(boxstyle="round,pad=0.35", fc="#1f77b4" if lit else "#eef2f6", ec="none")
         ax.text(i, 0, f"{number}\n{name}", ha="center", va="center", fontsize=8, color="white" if lit else "#555", bbox=style)
         if i:
-            ax.annotate("", (i - 0.42, 0), (i - 0.58, 0), arrowprops=dict(arrowstyle="->", color="#999"))
+            ax.annotate("", (i - 0.45, 0), (i - 0.55, 0), arrowprops=dict(arrowstyle="->", color="#999"))
     ax.set(xlim=(-0.5, len(CHAPTERS) - 0.5), ylim=(-1, 1))
     fig.savefig(path, bbox_inches="tight", metadata={"Date": None})
     plt.close(fig)
