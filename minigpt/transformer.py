@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['causal_attention', 'dependence', 'rope_table', 'apply_rope', 'GPTConfig', 'check_config', 'nearest_divisors',
            'Attention', 'SwiGLU', 'Block', 'init_weights', 'next_token_loss', 'pick_token', 'eval_mode', 'check_prompt',
-           'Generates', 'KeepsPosCis', 'check_length', 'MiniGPT']
+           'check_length', 'Generates', 'KeepsPosCis', 'MiniGPT']
 
 # %% ../nbs/03_transformer.ipynb #imports
 import math
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# %% ../nbs/03_transformer.ipynb #imports-torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -128,7 +127,6 @@ def check_config(config: GPTConfig) -> None:
         if not 0 < getattr(config, field) < math.inf:
             raise ValueError(f"{field}={getattr(config, field)} must be a finite number above 0")
 
-# %% ../nbs/03_transformer.ipynb #nearest-divisors
 def nearest_divisors(
     wanted: int,  # does not divide total
     total: int,
@@ -251,6 +249,11 @@ def check_prompt(idx: Tensor, temperature: float) -> None:
     if idx.dim() != 2 or idx.shape[1] == 0:
         raise ValueError(f"prompt of shape {tuple(idx.shape)}: give ids of shape (B, T) with at least one token")
 
+def check_length(idx: Tensor, context_length: int) -> None:
+    """Refuse ids that have no place in the context."""
+    if idx.dim() != 2 or idx.shape[1] > context_length:
+        raise ValueError(f"ids of shape {tuple(idx.shape)}: give (B, T) with T <= context_length={context_length}")
+
 # %% ../nbs/03_transformer.ipynb #generates
 class Generates:
     """Adds generate to a model that maps ids (B, T) to logits (B, T, V)."""
@@ -300,12 +303,6 @@ class KeepsPosCis(nn.Module):
         if table.device != self.embed.weight.device:
             self.pos_cis = rope_table(*self.rope_shape, device=self.embed.weight.device)
         return self
-
-# %% ../nbs/03_transformer.ipynb #check-length
-def check_length(idx: Tensor, context_length: int) -> None:
-    """Refuse ids that have no place in the context."""
-    if idx.dim() != 2 or idx.shape[1] > context_length:
-        raise ValueError(f"ids of shape {tuple(idx.shape)}: give (B, T) with T <= context_length={context_length}")
 
 # %% ../nbs/03_transformer.ipynb #mini-gpt
 class MiniGPT(KeepsPosCis, Generates):
