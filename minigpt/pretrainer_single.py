@@ -281,8 +281,8 @@ class CheckpointFolder:
 
     def complete(self) -> list[Path]:
         "Whole checkpoints, oldest first: those with a sidecar, by step number"
-        found = [p.with_suffix(".pth") for p in self.folder.glob("checkpoint-*.json")]
-        return sorted((p for p in found if p.exists()), key=lambda p: int(p.stem.rpartition("-")[2]))
+        found = {int(p.stem.removeprefix("checkpoint-")): p for p in self.folder.glob("checkpoint-*.pth") if p.stem[11:].isdigit()}
+        return [found[step] for step in sorted(found) if found[step].with_suffix(".json").exists()]
 
     def load(self, path: str | Path) -> dict:
         "Read a checkpoint onto the CPU; tensors and plain Python only, nothing in it is executed"
@@ -301,7 +301,7 @@ def save(self, state: dict) -> Path:
     sidecar = dict(step=state["step"], bytes=temporary.stat().st_size, sha256=file_hash(temporary))
     os.replace(temporary, path)
     write_json(path.with_suffix(".json"), sidecar)
-    for old in self.complete()[: -self.keep_last or None] if self.keep_last else []:
+    for old in self.complete()[: -self.keep_last] if self.keep_last else []:
         old.with_suffix(".json").unlink()
         old.unlink()
     return path
@@ -698,6 +698,7 @@ def checkpoint_to_resume(self):
 def load_checkpoint(self, path):
     "Go on from a checkpoint: weights, optimizer, scaler, random state and place in the data"
     state = self.checkpointer.load(path)
+    self.check_same_run(state, path)
     self.load_state(state)
     self.scaler.load_state_dict(state["scaler_state"])
     for name in ("step", "epoch", "position", "samples_seen", "tokens_seen"):
@@ -705,6 +706,16 @@ def load_checkpoint(self, path):
     if self.is_main_process:  # the sum over ranks lives on rank 0 from here on
         self.loss_acc += torch.tensor(state["loss_accumulator"], dtype=self.loss_acc.dtype, device=self.device)
     self.emit("resume", from_path=str(path))
+
+# %% ../nbs/04_pretrainer_single.ipynb #check-same-run
+@patch_to(Trainer)
+def check_same_run(self, state, path):
+    "A checkpoint of another model or of other data is not this run's past"
+    then = {**(state["config"] or {}), "data_fingerprint": state["data_fingerprint"]}
+    now = {**self.about.get("model_config", {}), "data_fingerprint": self.about.get("data_fingerprint")}
+    changed = [f"{name} {then[name]} there, {now[name]} here" for name in now if name in then and then[name] != now[name]]
+    if changed:
+        raise ValueError(f"{path}: made by another run: {'; '.join(changed)}. Use its settings, or another --output_dir or --resume never")
 
 # %% ../nbs/04_pretrainer_single.ipynb #predict
 @patch_to(Trainer)
