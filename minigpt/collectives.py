@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['RANK_VARIABLES', 'BYSTANDER', 'module_exists', 'check_target', 'launch_command', 'launch_env', 'start_launcher',
-           'parents', 'children', 'dump_stacks', 'uninterrupted', 'end_processes', 'rank_file', 'read_stream', 'follow',
-           'run_ranks', 'rank_env', 'process_group', 'main', 'RankError', 'own_error', 'exit_codes', 'first_failure',
-           'where_it_stands', 'launch_error']
+           'parents', 'children', 'send', 'dump_stacks', 'uninterrupted', 'end_processes', 'rank_file', 'read_stream',
+           'read_from', 'follow', 'run_ranks', 'rank_env', 'process_group', 'main', 'RankError', 'own_error',
+           'exit_codes', 'first_failure', 'where_it_stands', 'launch_error']
 
 # %% ../nbs/08_collectives.ipynb #imports-export
 import argparse, codecs, os, re, signal, socket, subprocess, sys, sysconfig, tempfile, threading, time
@@ -64,8 +64,9 @@ def launch_env(
     if loopback: ours["GLOO_SOCKET_IFNAME"] = loopback  # else gloo asks which address the host name has
     if platform == "win32": ours["USE_LIBUV"] = "0"     # torch for Windows is built without libuv
     output = dict(PYTHONUNBUFFERED="1", PYTHONIOENCODING="utf-8", PYTHONFAULTHANDLER="1")
-    package = str(Path(minigpt.__file__).resolve().parent.parent)  # the ranks import the minigpt of this page
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    home = Path(minigpt.__file__).resolve().parent.parent  # the ranks import the minigpt of this page
+    installed = home.name in ("site-packages", "dist-packages")
+    path = os.pathsep.join(filter(None, ["" if installed else str(home), os.environ.get("PYTHONPATH")]))
     return {**ours, **os.environ, **output, "PYTHONPATH": path, **(env or {})}
 
 # %% ../nbs/08_collectives.ipynb #start-launcher
@@ -105,12 +106,17 @@ def children(
     return found[1:]
 
 # %% ../nbs/08_collectives.ipynb #dump-stacks
+def send(pid: int, what: signal.Signals):
+    "A signal to a process that may have ended meanwhile"
+    try: os.kill(pid, what)
+    except ProcessLookupError: pass
+
 def dump_stacks(
     launcher: subprocess.Popen,  # torchrun
 ):
     "Let each rank write where it stands to its error stream, and die of it (faulthandler does that on SIGABRT)"
     for pid, parent in parents().items():
-        if parent == launcher.pid: os.kill(pid, signal.SIGABRT)
+        if parent == launcher.pid: send(pid, signal.SIGABRT)
     time.sleep(0.5)
 
 @contextmanager
@@ -128,9 +134,10 @@ def end_processes(
     grace: float = 3.0,          # seconds from the polite signal to the hard one
 ):
     "End torchrun and all below it; each rank leads a session of its own, so killing one group is not enough"
+    if launcher.poll() is not None: return  # ended, and its ranks before it
     if sys.platform == "win32":
         subprocess.run(["taskkill", "/F", "/T", "/PID", str(launcher.pid)], capture_output=True)
-        return launcher.wait()
+        launcher.wait(); return
     seen = set(children(launcher.pid))
     if tell: dump_stacks(launcher)
     launcher.terminate()
@@ -140,9 +147,7 @@ def end_processes(
         time.sleep(0.05)
     launcher.kill()
     launcher.wait()
-    for pid in seen:
-        try: os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError: pass
+    for pid in seen: send(pid, signal.SIGKILL)
 
 # %% ../nbs/08_collectives.ipynb #rank-file
 def rank_file(
@@ -164,6 +169,10 @@ def read_stream(
     return re.sub(rf"^\[rank{rank}\]: ?", "", text, flags=re.M)
 
 # %% ../nbs/08_collectives.ipynb #follow
+def read_from(path: Path, position: int) -> bytes:
+    "The rest of a growing file"
+    with open(path, "rb") as f: f.seek(position); return f.read()
+
 def follow(
     launcher: subprocess.Popen,  # torchrun
     log_dir: str | Path,         # as given to torchrun
@@ -175,7 +184,7 @@ def follow(
     while True:
         ended = launcher.poll() is not None
         path = rank_file(log_dir, 0, "stdout") if stream else None
-        new = path.read_bytes()[shown:] if path else b""
+        new = read_from(path, shown) if path else b""
         shown += len(new)
         if new: print(decode(new), end="", flush=True)
         if ended or time.monotonic() > until: return ended
@@ -273,7 +282,7 @@ def own_error(
     if traceback: lines = [line for line in lines if not line.startswith(" ")][:1]
     return lines[-1].strip() if lines else ""
 
-BYSTANDER = re.compile(r"connection (was )?(closed|reset)|broken pipe|socket closed|remote process exited|communicator was aborted", re.I)
+BYSTANDER = re.compile(r"connection (was )?(closed|reset)|broken pipe|socket closed|remote process exited|communicator was aborted|timed out waiting", re.I)
 
 def exit_codes(
     launcher: str,  # torchrun's own output
@@ -290,12 +299,14 @@ def first_failure(
 ) -> tuple[int, str]:        # the rank, its own error
     "The rank that failed by itself and first; its peers only report that its connection went away"
     def complaint(rank):
-        code = codes.get(rank, 0)
+        code = codes.get(rank, 0)  # torchrun's report names every rank that did not end well
+        if code == 0: return ""
         if "Traceback" in errors[rank] or code > 0: return own_error(errors[rank]) or f"exit code {code}"
-        return f"ended by {signal.Signals(-code).name}" if code < 0 else ""
+        return f"ended by {signal.Signals(-code).name}"
     said = [complaint(rank) for rank in range(len(errors))]
-    def order(rank):  # torchrun ends the ranks that still run by SIGTERM
-        return not said[rank], bool(BYSTANDER.search(said[rank])), codes.get(rank) == -signal.SIGTERM, written[rank]
+    def order(rank):  # torchrun ends the ranks that still run by a signal, SIGTERM at first
+        code, echo = codes.get(rank, 0), bool(BYSTANDER.search(said[rank]))
+        return not said[rank], echo, code < 0, code == -signal.SIGTERM, written[rank]
     rank = min(range(len(said)), key=order)
     return rank, said[rank]
 
