@@ -76,8 +76,7 @@ def train_bpe(
 ) -> list[tuple[int, int]]: # merge i joins two ids into the id 256 + i
     "Learn merges by hand: join the most frequent pair, again and again"
     pieces = Counter(piece for text in _documents(texts) for piece in split_pieces(text))
-    words = [list(piece.encode("utf-8")) for piece in pieces]
-    times = list(pieces.values())
+    words, times = [list(piece.encode("utf-8")) for piece in pieces], list(pieces.values())
     count, where = Counter(), defaultdict(set)  # of each pair: its occurrences, the words that have it
 
     def tally(i, sign):
@@ -170,10 +169,7 @@ def token_table(
 class Encoder:
     "Text to ids, by `tiktoken` with our merges"
 
-    def __init__(
-        self,
-        merges: list[tuple[int, int]], # merge i joins two ids into the id 256 + i
-    ):
+    def __init__(self, merges: list[tuple[int, int]]):
         self.token_bytes = token_table(merges)
         self.merges = [tuple(pair) for pair in merges]
         ranks = {token: i for i, token in enumerate(self.token_bytes)}
@@ -224,11 +220,8 @@ class Codec(Encoder):
                 raise ValueError(f"token id {i} is not in this vocabulary (0 to {len(self.token_bytes) - 1}): ids of another tokenizer?")
         return b"".join([self.token_bytes[i] for i in ids])
 
-    def decode(
-        self,
-        ids,  # a list, array or tensor of ids, one dimension
-    ) -> str: # their text; bytes that are not UTF-8 (half a character) become U+FFFD
-        "Text of `ids`"
+    def decode(self, ids) -> str:
+        "Text of `ids`; bytes that are not UTF-8 (half a character) become U+FFFD"
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 # %% ../nbs/01_tokenizer.ipynb #specials
