@@ -315,13 +315,13 @@ def open_data(
     run: RunArgs,  # what to read
     train: "pretrainer_single.TrainArgs",  # train_ratio and seed of the split
     options: dict,  # model fields given by file or flag
-) -> tuple:  # training set, evaluation set, tokenizer, path of the .bin
+) -> tuple:  # the whole data set, its training and its evaluation windows, the tokenizer
     "The windows to train and to evaluate on"
     wanted = {**SIZES[run.size], **options}
     path = prepare_data(run, wanted["vocab_size"])
     dataset = pretrain_dataset.PretrainBinaryDataset(path, wanted["context_length"])
     words = tokenizer.Tokenizer.load(path.parent / dataset.meta["tokenizer"])
-    return *pretrain_dataset.split_dataset(dataset, train.train_ratio, train.seed), words, path
+    return dataset, *pretrain_dataset.split_dataset(dataset, train.train_ratio, train.seed), words
 
 # %% ../nbs/11_launch.ipynb #build-model
 def build_model(
@@ -431,24 +431,18 @@ def fresh_folder(
 
 # %% ../nbs/11_launch.ipynb #check-resume
 def check_resume(
-    path: str | Path,  # a checkpoint
-    about: dict,  # of this run: model_config, data_fingerprint
+    path: str | Path,  # of the checkpoint to go on from
 ):
-    "Refuse to go on from what is no checkpoint, or from one of another model or text"
+    "Refuse what is no checkpoint; of another model or text the trainer finds out itself"
     way_out = "take another --output_dir, or --resume never"
     if not Path(path).is_file():
         raise ValueError(f"--resume {path}: no such checkpoint; auto takes the newest of --output_dir, never starts afresh")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads no weights yet
     except (RuntimeError, EOFError, pickle.UnpicklingError):
         raise ValueError(f"{path}: damaged, or no checkpoint; {way_out}") from None
-    if not isinstance(state, dict) or "model_state" not in state or "optimizer_state" not in state:
-        raise ValueError(f"{path}: holds no optimizer_state, so training can't go on from it exactly; {way_out}")
-    theirs = state["config"] or {}
-    if other := [f"{name} {theirs.get(name)}, not {value}" for name, value in about["model_config"].items() if theirs.get(name) != value]:
-        raise ValueError(f"{path} is of another model ({'; '.join(other)}): give the same options, or {way_out}")
-    if state["data_fingerprint"] != about["data_fingerprint"]:
-        raise ValueError(f"{path} was trained on another text or tokenizer: give the same data, or {way_out}")
+    if not isinstance(state, dict) or not {"model_state", "optimizer_state", "step"} <= set(state):
+        raise ValueError(f"{path}: weights alone, without optimizer_state and step, so training can't go on from it exactly; {way_out}")
 
 # %% ../nbs/11_launch.ipynb #same-step
 def check_same_step(trainer):
@@ -462,18 +456,18 @@ def check_same_step(trainer):
 def build_trainer(run: RunArgs, train: "pretrainer_single.TrainArgs", options: dict):
     "Data, model, optimizer and Trainer of a job, ready for the first step; also the tokenizer"
     run.strategy = choose_strategy(run.strategy, os.environ)
-    train_set, eval_set, words, path = open_data(run, train, options)
+    dataset, train_set, eval_set, words = open_data(run, train, options)
     train.output_dir = train.output_dir or fresh_folder()
     run.prompt = run.prompt or opening(words, (eval_set if len(eval_set) else train_set)[0][0])
-    model = build_model(run, options, train_set.vocab_size, train.seed)
+    model = build_model(run, options, dataset.vocab_size, train.seed)
     optimizer = pretrainer_single.build_optimizer(model, train.learning_rate, train.weight_decay)
-    about = dict(strategy=run.strategy, run_args=asdict(run), model_config=asdict(model.config), data=str(path))
-    about["data_fingerprint"] = pretrain_dataset.fingerprint_of(train_set.meta)
+    about = dict(strategy=run.strategy, run_args=asdict(run), model_config=asdict(model.config))
+    about |= dict(data=str(dataset.path), data_fingerprint=dataset.fingerprint)
     STRATEGIES[run.strategy](pretrainer_single.Trainer)
     trainer = pretrainer_single.Trainer(model, optimizer, train, device=run.device, about=about)
     trainer.set_dataset(train_set, eval_set)
     if checkpoint := trainer.checkpoint_to_resume():
-        check_resume(checkpoint, about)
+        check_resume(checkpoint)
     if env_int("RANK", 0) == 0:
         about |= pretrain_dataset.baselines(train_set, eval_set) if len(eval_set) else {}
         trainer.log = log_to(train.output_dir, trainer)
