@@ -26,38 +26,23 @@ def to_json(
     event: dict,  # one event; numbers may be NumPy or torch scalars
 ) -> str:  # one line, without its newline
     "Strict JSON of an event: what is not finite becomes null and is named under `nonfinite`"
-    event = {name: _plain(value) for name, value in event.items()}
-    nonfinite = [name for name, value in event.items() if _is_nonfinite(value)]
-    event = {name: None if name in nonfinite else value for name, value in event.items()}
+    record = json.loads(json.dumps(event, default=_plain), parse_constant=str)  # deeper inside, in settings, infinity becomes text
+    nonfinite = [name for name, value in record.items() if value in ("NaN", "Infinity", "-Infinity") and not isinstance(event[name], str)]
     if nonfinite:
-        event["nonfinite"] = nonfinite
-    return json.dumps(_as_text(event), ensure_ascii=False, allow_nan=False, default=str)
+        record.update({**dict.fromkeys(nonfinite), "nonfinite": nonfinite})
+    return json.dumps(record, ensure_ascii=False, allow_nan=False)
 
-# %% ../nbs/05_runlog.ipynb #to-json-helpers
+
 def _plain(value):
-    "Python's own number for a NumPy or torch scalar"
+    "Python's own number for a NumPy or torch scalar, text for anything else"
     try:
         return value.item()
     except (AttributeError, ValueError, RuntimeError):  # no scalar
-        return value
-
-
-def _is_nonfinite(value):
-    return isinstance(value, float) and not math.isfinite(value)
+        return str(value)
 
 
 def _is_finite(value):
     return isinstance(value, (int, float)) and math.isfinite(value)
-
-
-def _as_text(value):
-    "Deeper inside, in settings, an infinite limit is written as the text `inf`"
-    if isinstance(value, dict):
-        return {str(k): _as_text(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_text(v) for v in value]
-    value = _plain(value)
-    return str(value) if _is_nonfinite(value) else value
 
 # %% ../nbs/05_runlog.ipynb #from-json
 def from_json(
@@ -86,6 +71,18 @@ def say(
     except UnicodeEncodeError:
         echo(text.encode("ascii", "replace").decode())
 
+
+def _append(path, line):
+    "One write per line, closed at once: a kill costs at most the line being written"
+    with open(path, "a", encoding="utf-8", errors="backslashreplace", newline="\n") as f:
+        f.write(line + "\n")
+
+
+def _end_half_line(path):
+    "A line cut off by a kill must not swallow the first line of the next session"
+    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
+        _append(path, "")
+
 # %% ../nbs/05_runlog.ipynb #runlog
 class RunLog:
     "Writes each event of a run to `metrics.jsonl` and `train.log`, and echoes what a person waits for"
@@ -103,68 +100,45 @@ class RunLog:
     def __call__(self, event: dict):
         "Log one event"
         event = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), **event}
-        line = _with_rank(event)
+        line = (f"[rank {event['rank']}] " if event.get("rank") else "") + log_line(event)
         _append(self.folder / "metrics.jsonl", to_json(event))
         _append(self.folder / "train.log", line.replace("\n", "\\n"))
         if event["event"] != "train":
             say(line, self.echo)
 
-# %% ../nbs/05_runlog.ipynb #runlog-helpers
-def _append(path, line):
-    "One write per line, closed at once: a kill costs at most the line being written"
-    with open(path, "a", encoding="utf-8", errors="backslashreplace", newline="\n") as f:
-        f.write(line + "\n")
-
-
-def _end_half_line(path):
-    "A line cut off by a kill must not swallow the first line of the next session"
-    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
-        _append(path, "")
-
-
-def _with_rank(event):
-    "The human line, marked where it is not rank 0 that speaks"
-    return (f"[rank {event['rank']}] " if event.get("rank") else "") + log_line(event)
-
-# %% ../nbs/05_runlog.ipynb #patterns
+# %% ../nbs/05_runlog.ipynb #parse-measurement
 _TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
 _STEPS = re.compile(r"\bsteps: (\d+)/(\d+)")
 _FIELD = re.compile(r"([A-Za-z_][\w/]*)\s*[:=]\s*([-+]?(?:nan|inf(?:inity)?|\d+\.?\d*(?:e[-+]?\d+)?))\s?([KMGT]?B?)(?![\w.:])", re.I)
 _NAMES = {"tokens/s": "tokens_per_s", "memory": "memory_mb"}
-_UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
-def _number(name, digits, unit):
+def _number(digits, unit):
     "The value of a field in the unit of the schema: 1.31M tokens, 2GB as 2000 MB"
-    value = float(digits) * _UNITS.get(unit[:1].upper(), 1)
-    value = value / 1e6 if unit.upper().endswith("B") else value
-    return value if math.isfinite(value) else math.nan
+    value = float(digits) * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.get(unit[:1].upper(), 1)
+    return math.nan if not math.isfinite(value) else value / 1e6 if unit.upper().endswith("B") else value
 
-# %% ../nbs/05_runlog.ipynb #parse-measurement
+
 def _parse_measurement(line):
     "A `train` or `eval` event from a human line, or None"
     steps, times = _STEPS.search(line), _TIME.findall(line[: line.find("steps:")])
-    if not steps:
-        return None
     if times:  # what stands before the last time is a progress bar or a line cut off
         line = line[line.rfind(times[-1]) + len(times[-1]) :]
-    fields = {_NAMES.get(name, name): _number(name, digits, unit) for name, digits, unit in _FIELD.findall(line)}
-    if not {"train_loss", "eval_loss"} & set(fields):
+    fields = {_NAMES.get(name, name): _number(digits, unit) for name, digits, unit in _FIELD.findall(line) if name != "steps"}
+    if not steps or not {"train_loss", "eval_loss"} & set(fields):
         return None
-    fields.pop("steps", None)
     kind = "eval" if "eval_loss" in fields else "train"
     return dict(event=kind, time=times[-1] if times else None, step=int(steps[1]), total_steps=int(steps[2]), **fields)
 
 # %% ../nbs/05_runlog.ipynb #parse-other
 _OTHERS = [  # event, pattern; groups are the fields
-    ("start", re.compile(r"start epoch:(?P<epoch>\d+) from step:(?P<step>\d+)")),
-    ("start", re.compile(r"start: (?P<text>.*)")),
-    ("resume", re.compile(r"resume from: (?P<from_path>.*) at step (?P<step>\d+)")),
-    ("save", re.compile(r"save checkpoint: (?P<path>.+)")),
-    ("sample", re.compile(r"sample: (?P<text>.*)")),
-    ("end", re.compile(r"end: (?P<minutes>[\d.]+) ?min(?:, step (?P<step>\d+))?")),
-    ("end", re.compile(r"train use time: (?P<minutes>[\d.]+) ?min")),
-    ("note", re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (?:note: )?(?!lr=)(?P<text>.+)")),
+    ("start", r"start epoch:(?P<epoch>\d+) from step:(?P<step>\d+)"),
+    ("start", r"start: (?P<text>.*)"),
+    ("resume", r"resume from: (?P<from_path>.*) at step (?P<step>\d+)"),
+    ("save", r"save checkpoint: (?P<path>.+)"),
+    ("sample", r"sample: (?P<text>.*)"),
+    ("end", r"(?:end|train use time): (?P<minutes>[\d.]+) ?min(?:, step (?P<step>\d+))?"),
+    ("note", r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (?:note: )?(?!lr=)(?P<text>.+)"),
 ]
 _KINDS = dict(epoch=int, step=int, minutes=float)
 
@@ -172,7 +146,7 @@ _KINDS = dict(epoch=int, step=int, minutes=float)
 def _parse_other(line):
     "Any other event from a human line: whatever bears a time is at least a note"
     for kind, pattern in _OTHERS:
-        if match := pattern.search(line):
+        if match := re.search(pattern, line):
             fields = {k: _KINDS.get(k, str)(v) for k, v in match.groupdict().items() if v is not None}
             time_ = _TIME.search(line)
             return dict(event=kind, time=time_[0] if time_ else None, **fields)
@@ -189,14 +163,6 @@ def parse_line(
     event = _parse_measurement(line) or _parse_other(line)
     return {**event, "rank": int(rank[1])} if event and rank else event
 
-# %% ../nbs/05_runlog.ipynb #whole-part
-def _whole_part(line, total_steps):
-    "What can be trusted of a last line without its newline: all but a field that may be cut"
-    steps = _STEPS.search(line)
-    if line.startswith("{") or not steps or (steps.end() == len(line) and int(steps[2]) == total_steps):
-        return line
-    return line.rpartition(",")[0]
-
 # %% ../nbs/05_runlog.ipynb #events
 class Events(list):
     "The events of one run, in file order"
@@ -210,7 +176,18 @@ class Events(list):
         super().__init__(events)
         self.path, self.ignored = path, ignored
 
+
+def _whole_part(line, total_steps):
+    "What can be trusted of a last line without its newline: all but a field that may be cut"
+    steps = _STEPS.search(line)
+    if line.startswith("{") or not steps or (steps.end() == len(line) and int(steps[2]) == total_steps):
+        return line
+    return line.rpartition(",")[0]
+
 # %% ../nbs/05_runlog.ipynb #parse-log
+_ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")  # colours and cursor moves of terminals
+
+
 def parse_log(
     text: str,  # a whole log, JSON lines or human lines, mixed as they come
 ) -> Events:
@@ -222,9 +199,6 @@ def parse_log(
     if last.strip():
         _add(events, _whole_part(last, next((e["total_steps"] for e in reversed(events) if "total_steps" in e), None)))
     return events
-
-
-_ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")  # colours and cursor moves of terminals
 
 
 def _add(events, line):
@@ -289,6 +263,16 @@ def _repeats(event, session):
     "True where another rank has already said it"
     return any(e.get("step") == event.get("step") and _content(e) == _content(event) for e in session)
 
+
+def _once(session):
+    "One record per step and kind, the lowest rank's; other events once per wording"
+    out = {}
+    for event in session:
+        key = (event["event"], event["step"]) if _measured(event) else _content(event)
+        if key not in out or (event.get("rank") or 0) < (out[key].get("rank") or 0):
+            out[key] = event
+    return list(out.values())
+
 # %% ../nbs/05_runlog.ipynb #stitch
 def stitch(
     events: list,  # of one run, in file order
@@ -314,17 +298,7 @@ def _went_on_from(session):
             return steps[-1]
     return next(e["step"] for e in session if _measured(e)) - 1
 
-# %% ../nbs/05_runlog.ipynb #stitch-helpers
-def _once(session):
-    "One record per step and kind, the lowest rank's; other events once per wording"
-    out = {}
-    for event in session:
-        key = (event["event"], event["step"]) if _measured(event) else _content(event)
-        if key not in out or (event.get("rank") or 0) < (out[key].get("rank") or 0):
-            out[key] = event
-    return list(out.values())
-
-
+# %% ../nbs/05_runlog.ipynb #minutes
 def _with_minutes(session, before):
     "Minutes of training at each measurement: pauses between sessions do not count"
     times = [_seconds(e) for e in session]
@@ -370,28 +344,32 @@ def trailing_mean(
     return out
 
 # %% ../nbs/05_runlog.ipynb #draw-run
-def _draw_run(ax, events, label, color, x, smooth):
+_STYLES = {"train_loss": dict(lw=0.9, alpha=0.55), "eval_loss": dict(lw=1.6, marker=".")}
+
+
+def _draw_run(ax, events, label, color, x, smooth, y_max):
     "Evaluation as a line with dots, training thin behind it, a cross at the foot where a loss was not finite"
-    for name, style in (("train_loss", dict(lw=0.9, alpha=0.55)), ("eval_loss", dict(lw=1.6, marker="."))):
+    for name, style in _STYLES.items():
         at, values = curve(events, name, x)
+        finite = [v for v in values if math.isfinite(v)]
         if not at:
             continue
         shown = f"{label}: {name.partition('_')[0]}"
         if smooth > 1 and name == "train_loss":
             ax.plot(at, values, color=color, lw=0.5, alpha=0.25)
             values, shown = trailing_mean(values, smooth), f"{shown}, mean of last {smooth} records"
-        if sum(map(math.isfinite, values)) <= 2:
-            style = {**style, "marker": "."}
-        ax.plot(at, values, color=color, label=shown, **style)
+        above = sum(v > y_max for v in finite) if y_max else 0
+        style = {**style, "marker": "."} if len(finite) < 3 else style  # single points make no line
+        ax.plot(at, values, color=color, label=shown + f", {above} points above" * bool(above), **style)
         bad = [a for a, v in zip(at, values) if not math.isfinite(v)]
         if bad:
-            ax.plot(bad, [0.02] * len(bad), "x", color=color, transform=ax.get_xaxis_transform(), label=f"{label}: {len(bad)} not finite")
+            ax.plot(bad, [0.03] * len(bad), "x", ms=4, color=color, transform=ax.get_xaxis_transform(), label=f"{shown}, {len(bad)} not finite")
 
-# %% ../nbs/05_runlog.ipynb #draw-dropped
+
 def _draw_dropped(ax, lost, label, color, x):
     "What resumes threw away, dotted, session by session"
     for number in sorted({e["dropped"] for e in lost}):
-        for name in ("train_loss", "eval_loss"):
+        for name in _STYLES:
             at, values = curve([e for e in lost if e["dropped"] == number], name, x)
             if at:
                 ax.plot(at, values, color=color, ls=":", lw=1.2, label=f"{label}: {name.partition('_')[0]}, thrown away by a resume")
@@ -469,15 +447,34 @@ def run_labels(
 
 def _drawable(labels, title):
     "Names that can be drawn, and the fonts for it: without a font, numbers stand for names and a line says which"
+    labels, title = [label.replace("$", r"\$") for label in labels], title.replace("$", r"\$")  # no formulas
     fonts = font_for("".join(labels) + title)
     if fonts:
         return labels, title, fonts
-    plain = [label if font_for(label) == ["DejaVu Sans"] else f"run {i}" for i, label in enumerate(labels, 1)]
-    title = title if font_for(title) == ["DejaVu Sans"] else ""
+    plain = [label if font_for(label) else f"run {i}" for i, label in enumerate(labels, 1)]
+    title = title if font_for(title) else ""
     for short, label in zip(plain, labels):
         if short != label:
             say(f"{short} is {label}: no installed font can draw that; install one, such as Noto Sans CJK")
     return plain, title, ["DejaVu Sans"]
+
+# %% ../nbs/05_runlog.ipynb #new-figure
+def _new_figure():
+    "A figure that needs no display and no pyplot, and shows itself as a notebook's output"
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    class RunFigure(Figure):
+        def _repr_png_(self):
+            picture = io.BytesIO()
+            self.savefig(picture, format="png", dpi=100)
+            return picture.getvalue()
+
+    figure = RunFigure(figsize=(7, 3), layout="constrained")
+    FigureCanvasAgg(figure)
+    ax = figure.add_subplot()
+    ax.grid(alpha=0.2)
+    return figure, ax
 
 # %% ../nbs/05_runlog.ipynb #plot-runs
 def plot_runs(
@@ -499,34 +496,16 @@ def plot_runs(
     with rc_context({"font.family": fonts}):
         figure, ax = _new_figure()
         for i, (run, label) in enumerate(zip(runs, labels)):
-            _draw_run(ax, Events([e for e in run if "dropped" not in e], run.path), label, f"C{i % 10}", x, smooth)
+            _draw_run(ax, Events([e for e in run if "dropped" not in e], run.path), label, f"C{i % 10}", x, smooth, y_max)
             _draw_dropped(ax, [e for e in run if "dropped" in e], label, f"C{i % 10}", x)
         _draw_baselines(ax, [item for run in runs for item in {**run_baselines(run), **(baselines or {})}.items()])
         ax.set(xlabel=X_AXES[x][1], ylabel="loss (nats per token)", title=title, ylim=(None, y_max))
         if ax.get_legend_handles_labels()[0]:
-            ax.legend(fontsize=8)
+            ax.legend(fontsize=8, loc="upper right", bbox_to_anchor=(0.86, 1))  # beside the names of the lines
         if out:
             Path(out).parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(out, dpi=150)
     return figure
-
-# %% ../nbs/05_runlog.ipynb #new-figure
-def _new_figure():
-    "A figure that needs no display and no pyplot, and shows itself as a notebook's output"
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    class RunFigure(Figure):
-        def _repr_png_(self):
-            picture = io.BytesIO()
-            self.savefig(picture, format="png", dpi=100)
-            return picture.getvalue()
-
-    figure = RunFigure(figsize=(7, 3), layout="constrained")
-    FigureCanvasAgg(figure)
-    ax = figure.add_subplot()
-    ax.grid(alpha=0.2)
-    return figure, ax
 
 # %% ../nbs/05_runlog.ipynb #health-line
 def health_line(
@@ -535,15 +514,17 @@ def health_line(
     "Where a run stands: loss among its baselines, gap, gradient norm, rate, batch, what was not finite"
     events = stitch(events)
     rows = [e for e in events if _measured(e)]
+    finite = [e for e in rows if _is_finite(e.get("eval_loss"))] or [e for e in rows if _is_finite(e.get("train_loss"))]
     if not rows:
         return "nothing measured yet"
-    evaluated = next((e for e in reversed(rows) if _is_finite(e.get("eval_loss"))), {})
-    trained = next((e for e in reversed(rows) if _is_finite(e.get("train_loss"))), {})
-    loss = evaluated.get("eval_loss", trained.get("train_loss", math.nan))
-    parts = [f"step {rows[-1]['step']}: {'eval' if evaluated else 'train'} loss {loss:.2f}"]
-    parts += [f"{loss - nats:+.2f} to {BASELINES[name]}" for name, nats in run_baselines(events).items()]
-    if evaluated and trained:
-        parts.append(f"eval - train {evaluated['eval_loss'] - trained['train_loss']:+.2f}")
+    parts, last = [f"step {rows[-1]['step']}"], finite[-1] if finite else {}
+    if finite:
+        name = "eval_loss" if "eval_loss" in last else "train_loss"
+        behind = f" (at step {last['step']})" if last is not rows[-1] else ""
+        parts.append(f"{name} {last[name]:.4g}{behind}")
+        parts += [f"{last[name] - nats:+.3g} to {BASELINES[line]}" for line, nats in run_baselines(events).items()]
+        if name == "eval_loss" and _is_finite(last.get("train_loss")):
+            parts.append(f"eval - train {last[name] - last['train_loss']:+.2g}")
     return ", ".join(parts + _vital_signs(rows))
 
 # %% ../nbs/05_runlog.ipynb #vital-signs

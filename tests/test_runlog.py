@@ -283,7 +283,7 @@ def test_t27_health_line_says_what_the_poor_loss_needs():
     events = [dict(event="start", step=0, time="2026-01-05 09:00:00", baselines=dict(ln_vocab=math.log(2048), unigram=6.5, bigram=4.6))]
     events += [record(s, 7.5, kind="eval") for s in range(100, 500, 100)]
     line = health_line(events)
-    assert "eval loss 7.60" in line and "-0.02 to ln V" in line and "+1.10 to unigram" in line
+    assert "eval_loss 7.6" in line and "-0.0246 to ln V" in line and "+1.1 to unigram" in line
     assert "grad_norm" in line and "64 tokens/update" in line and "lr 0.001" in line
 
 
@@ -302,7 +302,7 @@ def test_plot_baselines_gaps_and_smoothing_are_stated():
     assert run_baselines(events) == dict(ln_vocab=3.0, unigram=2.5)
     ax = plot_runs([events], labels=["a"], smooth=3).axes[0]
     names = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert "a: train, mean of last 3 records" in names and "a: 2 not finite" in names
+    assert "a: train, mean of last 3 records" in names and "a: train, mean of last 3 records, 2 not finite" in names
     assert [t.get_text().split()[0] for t in ax.texts] == ["ln", "unigram"]
     plain = plot_runs([events]).axes[0]
     assert not any("mean" in t.get_text() for t in plain.get_legend().get_texts())
