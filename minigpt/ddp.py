@@ -53,13 +53,11 @@ def own_device(
     if device.type != "cuda":
         return device
     if device.index is not None and place.world_size > 1:
-        raise ValueError(f"--device {device} with {place.world_size} processes: use --device cuda, and CUDA_VISIBLE_DEVICES to choose the cards")
-    if place.local_world_size > torch.cuda.device_count():
-        raise ValueError(
-            f"{place.local_world_size} processes, {torch.cuda.device_count()} visible GPU(s): "
-            f"use --nproc_per_node {torch.cuda.device_count()}, or --device cpu"
-        )
-    return torch.device("cuda", device.index if place.world_size == 1 and device.index is not None else place.local_rank)
+        raise ValueError(f"--device {device} with {place.world_size} processes: use --device cuda and choose cards by CUDA_VISIBLE_DEVICES")
+    cards = torch.cuda.device_count()
+    if place.local_world_size > cards:
+        raise ValueError(f"{place.local_world_size} processes, {cards} visible GPU(s): use --nproc_per_node {cards}, or --device cpu")
+    return torch.device("cuda", place.local_rank if device.index is None else device.index)
 
 # %% ../nbs/10_ddp.ipynb #init-distributed-mode
 def init_distributed_mode(self):
