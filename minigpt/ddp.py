@@ -83,9 +83,10 @@ def init_distributed_mode(self):
 # %% ../nbs/10_ddp.ipynb #init-dataloader
 def check_agreement(self):
     "Ranks that were given different things say so, instead of hanging or parting later"
-    mine = {f"--{name}": value for name, value in asdict(self.args).items() if name not in ("output_dir", "resume")}
+    options = asdict(self.args) | (self.about.get("model_config") or {})
+    mine = {f"--{name}": value for name, value in options.items() if name not in ("output_dir", "resume")}
     mine |= dict(train_windows=len(self.train_set), eval_windows=len(self.eval_set or []), data=self.about.get("data_fingerprint"))
-    mine |= dict(model=self.about.get("model_config"), checkpoint=Path(self.checkpoint_to_resume() or "none").name)
+    mine |= dict(checkpoint=Path(self.checkpoint_to_resume() or "none").name)
     everyone = [None] * self.world_size
     dist.all_gather_object(everyone, mine)
     for name in mine:

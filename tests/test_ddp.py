@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import minigpt.ddp as ddp
-from minigpt.collectives import RankError, run_ranks
+from minigpt.collectives import RankError, process_group, run_ranks
 from minigpt.pretrainer_single import STRATEGY_SEAMS, Trainer, choose, patch_strategy, unpatch
-from trainer_job import EQUAL_CASES, losses, make_model, make_trainer, sgd, weights
+from trainer_job import EQUAL_CASES, losses, make_model, make_trainer, weights
 
 JOB = str(Path(__file__).with_name("trainer_job.py"))
 ONE_THREAD = dict(OMP_NUM_THREADS="1")
@@ -165,6 +165,14 @@ def test_p45_evaluation_counts_every_window_once(ranks):
     assert counted == {row: evaluations for row in range(43, 54)}
 
 
+def test_p45_fewer_evaluation_windows_than_ranks(ranks, tmp_path):
+    "P45: one window, or none: some ranks have nothing to evaluate and still take part in the sum"
+    one = make_trainer(tmp_path, train_batch_size=12, evaluation=1)
+    one.train()
+    assert losses(ranks.told[0]["one window"]["events"], "eval_loss") == pytest.approx(losses(one.events, "eval_loss"), abs=1e-5)
+    assert set(losses(ranks.told[0]["no window"]["events"], "eval_loss")) == {None}
+
+
 # ---- log, files, text
 
 
@@ -275,6 +283,23 @@ def test_p30_plain_run_is_one_process(tmp_path):
     trainer = make_trainer(tmp_path, train_batch_size=4, max_steps=1)
     trainer.train()
     assert (trainer.rank, trainer.world_size, trainer.ddp) == (0, 1, False)
+
+
+def test_torchrun_with_one_process_equals_plain_python(tmp_path, monkeypatch):
+    "A group of one, left at the end; an existing group is used and stays"
+    plain = make_trainer(tmp_path / "plain", train_batch_size=4)
+    plain.train()
+    ddp.patch_ddp(Trainer)
+    for name, value in zip(LAUNCHER, (0, 0, 1, 1, "127.0.0.1", free_port())):
+        monkeypatch.setenv(name, str(value))
+    alone = make_trainer(tmp_path / "alone", train_batch_size=4)
+    alone.train()
+    assert alone.ddp and largest_difference(weights(plain), weights(alone)) == 0 and not ddp.dist.is_initialized()
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with process_group():
+        for name in ("first", "second"):
+            make_trainer(tmp_path / name, train_batch_size=4).train()
+            assert ddp.dist.is_initialized()
 
 
 @pytest.mark.parametrize("given", [["RANK"], ["RANK", "WORLD_SIZE"], ["LOCAL_RANK"], list(LAUNCHER[:3]), ["RANK", "WORLD_SIZE", "MASTER_PORT"]])

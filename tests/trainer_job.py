@@ -96,7 +96,7 @@ def train_and_tell(trainer):
     parts = spy_on_sums(trainer)
     trainer.train()
     return dict(
-        events=trainer.events, weights=weights(trainer), parts=parts, seen=trainer.train_set.seen, eval_seen=trainer.eval_set.seen,
+        events=trainer.events, weights=weights(trainer), parts=parts, seen=trainer.train_set.seen, eval_seen=trainer.eval_set.seen if trainer.eval_set else [],
         steps=trainer.step, text=trainer.predict(torch.tensor([[3]]), 5, temperature=0).tolist(),
     )  # fmt: skip
 
@@ -165,6 +165,8 @@ def all_cases(folder, port):
         told = {name: train_and_tell(make_trainer(folder / name, **case(share))) for name, case in EQUAL_CASES.items()}
         told["epochs"] = train_and_tell(make_trainer(folder / "epochs", train_batch_size=share, num_train_epochs=3))
         told["first"] = first_weights(folder / "first", rank)
+        told["one window"] = train_and_tell(make_trainer(folder / "one", train_batch_size=share, evaluation=1))
+        told["no window"] = train_and_tell(make_trainer(folder / "none", train_batch_size=share, evaluation=0))
         told["dropout"] = noise(folder / "dropout")
         told["resumed"] = resumed(folder / "resumed")
         told["refusals"] = refusals(folder / "refusals", rank)
