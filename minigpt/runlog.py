@@ -10,6 +10,7 @@ __all__ = ['X_AXES', 'BASELINES', 'to_json', 'from_json', 'say', 'RunLog', 'pars
 # %% ../nbs/05_runlog.ipynb #imports
 import argparse
 import io
+import itertools
 import json
 import math
 import re
@@ -18,7 +19,6 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-# %% ../nbs/05_runlog.ipynb #imports-ours
 from .pretrainer_single import log_line
 
 # %% ../nbs/05_runlog.ipynb #to-json
@@ -351,28 +351,18 @@ def _draw_run(ax, events, label, color, x, smooth, y_max):
     "Evaluation as a line with dots, training thin behind it, a cross at the foot where a loss was not finite"
     for name, style in _STYLES.items():
         at, values = curve(events, name, x)
-        finite = [v for v in values if math.isfinite(v)]
         if not at:
             continue
-        shown = f"{label}: {name.partition('_')[0]}"
+        shown, bad = f"{label}: {name.partition('_')[0]}", [a for a, v in zip(at, values) if not math.isfinite(v)]
+        above = sum(v > y_max for v in values) if y_max else 0
         if smooth > 1 and name == "train_loss":
-            ax.plot(at, values, color=color, lw=0.5, alpha=0.25)
+            ax.plot(at, values, color=color, lw=0.6, alpha=0.4)
             values, shown = trailing_mean(values, smooth), f"{shown}, mean of last {smooth} records"
-        above = sum(v > y_max for v in finite) if y_max else 0
-        style = {**style, "marker": "."} if len(finite) < 3 else style  # single points make no line
+        if len(values) - len(bad) < 3:
+            style = {**style, "marker": "."}  # single points make no line
         ax.plot(at, values, color=color, label=shown + f", {above} points above" * bool(above), **style)
-        bad = [a for a, v in zip(at, values) if not math.isfinite(v)]
         if bad:
             ax.plot(bad, [0.03] * len(bad), "x", ms=4, color=color, transform=ax.get_xaxis_transform(), label=f"{shown}, {len(bad)} not finite")
-
-
-def _draw_dropped(ax, lost, label, color, x):
-    "What resumes threw away, dotted, session by session"
-    for number in sorted({e["dropped"] for e in lost}):
-        for name in _STYLES:
-            at, values = curve([e for e in lost if e["dropped"] == number], name, x)
-            if at:
-                ax.plot(at, values, color=color, ls=":", lw=1.2, label=f"{label}: {name.partition('_')[0]}, thrown away by a resume")
 
 # %% ../nbs/05_runlog.ipynb #baselines
 BASELINES = {"ln_vocab": "ln V", "unigram": "unigram", "bigram": "bigram"}
@@ -382,19 +372,24 @@ def run_baselines(
     events: list,  # of one run
 ) -> dict:  # name -> nats; empty where the log tells none
     "The losses of knowing nothing, the frequencies, the word before: as the run's start record tells them"
-    found = {}
-    for event in events:
-        if event["event"] == "start":
-            told = {**event, **(event.get("baselines") or {})}
-            found.update({name: told[name] for name in BASELINES if told.get(name) is not None})
-    return found
+    starts = [{**e, **(e.get("baselines") or {})} for e in events if e["event"] == "start"]
+    return {name: start[name] for start in starts for name in BASELINES if start.get(name) is not None}
 
 
 def _draw_baselines(ax, values):
-    "Dashed lines, each value once"
+    "Dashed lines, each value once, their names in the right margin"
     for name, nats in sorted({(name, round(nats, 3)) for name, nats in values}):
         ax.axhline(nats, color="0.5", lw=0.8, ls="--", zorder=0)
-        ax.text(1, nats, f"{BASELINES.get(name, name)} {nats:.2f} ", transform=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize=8, color="0.35")
+        ax.text(1.01, nats, f"{BASELINES.get(name, name)} {nats:.2f}", transform=ax.get_yaxis_transform(), va="center", fontsize=8, color="0.35")
+
+
+def _draw_dropped(ax, lost, label, color, x):
+    "What resumes threw away, dotted, session by session"
+    for number in sorted({e["dropped"] for e in lost}):
+        for name in _STYLES:
+            at, values = curve([e for e in lost if e["dropped"] == number], name, x)
+            if at:
+                ax.plot(at, values, color=color, ls=":", lw=1.2, label=f"{label}: {name.partition('_')[0]}, thrown away by a resume")
 
 # %% ../nbs/05_runlog.ipynb #fonts
 _CJK = ("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Source Han Sans CN", "Microsoft YaHei", "PingFang SC",
@@ -412,12 +407,12 @@ def font_for(
     if not missing:
         return [own]
     rank = {name: i for i, name in enumerate(_CJK)}
-    fonts = [f for f in font_manager.fontManager.ttflist if not f.name.startswith("Last Resort")]  # that one draws boxes
-    for font in sorted(fonts, key=lambda f: rank.get(f.name, len(rank))):
+    known = [f for f in font_manager.fontManager.ttflist if not f.name.startswith("Last Resort")]  # that one draws boxes
+    for font in itertools.chain(sorted(known, key=lambda f: rank.get(f.name, len(rank))), _unlisted(font_manager)):
         if missing <= _characters(font.fname):
             return [own, font.name]
 
-
+# %% ../nbs/05_runlog.ipynb #font-helpers
 def _characters(path):
     "Code points that a font file draws"
     from matplotlib.ft2font import FT2Font
@@ -426,6 +421,17 @@ def _characters(path):
         return set(FT2Font(path).get_charmap())
     except (OSError, RuntimeError):  # a font file this library can't read
         return set()
+
+
+def _unlisted(font_manager):
+    "Fonts installed since matplotlib made its list, added to it one by one"
+    listed = {f.fname for f in font_manager.fontManager.ttflist}
+    for path in sorted(set(font_manager.findSystemFonts()) - listed):
+        try:
+            font_manager.fontManager.addfont(path)
+        except (OSError, RuntimeError, ValueError):
+            continue
+        yield font_manager.fontManager.ttflist[-1]
 
 # %% ../nbs/05_runlog.ipynb #names
 def run_labels(
@@ -444,7 +450,7 @@ def run_labels(
         if len(set(names)) == len(set(paths)):
             return names
 
-
+# %% ../nbs/05_runlog.ipynb #drawable
 def _drawable(labels, title):
     "Names that can be drawn, and the fonts for it: without a font, numbers stand for names and a line says which"
     labels, title = [label.replace("$", r"\$") for label in labels], title.replace("$", r"\$")  # no formulas
@@ -452,11 +458,10 @@ def _drawable(labels, title):
     if fonts:
         return labels, title, fonts
     plain = [label if font_for(label) else f"run {i}" for i, label in enumerate(labels, 1)]
-    title = title if font_for(title) else ""
     for short, label in zip(plain, labels):
         if short != label:
             say(f"{short} is {label}: no installed font can draw that; install one, such as Noto Sans CJK")
-    return plain, title, ["DejaVu Sans"]
+    return plain, title if font_for(title) else "", ["DejaVu Sans"]
 
 # %% ../nbs/05_runlog.ipynb #new-figure
 def _new_figure():
@@ -470,11 +475,20 @@ def _new_figure():
             self.savefig(picture, format="png", dpi=100)
             return picture.getvalue()
 
-    figure = RunFigure(figsize=(7, 3), layout="constrained")
+    figure = RunFigure(figsize=(7, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     ax = figure.add_subplot()
     ax.grid(alpha=0.2)
     return figure, ax
+
+
+def _finish(figure, ax, out):
+    "Legend below, so that it hides no curve; then the file"
+    if ax.get_legend_handles_labels()[0]:
+        figure.legend(fontsize=8, loc="outside lower center", ncols=2)
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=150)
 
 # %% ../nbs/05_runlog.ipynb #plot-runs
 def plot_runs(
@@ -498,13 +512,10 @@ def plot_runs(
         for i, (run, label) in enumerate(zip(runs, labels)):
             _draw_run(ax, Events([e for e in run if "dropped" not in e], run.path), label, f"C{i % 10}", x, smooth, y_max)
             _draw_dropped(ax, [e for e in run if "dropped" in e], label, f"C{i % 10}", x)
-        _draw_baselines(ax, [item for run in runs for item in {**run_baselines(run), **(baselines or {})}.items()])
+        lines = {item for run in runs for item in {**run_baselines(run), **(baselines or {})}.items()}
+        _draw_baselines(ax, [(name, nats) for name, nats in lines if not y_max or nats <= y_max])
         ax.set(xlabel=X_AXES[x][1], ylabel="loss (nats per token)", title=title, ylim=(None, y_max))
-        if ax.get_legend_handles_labels()[0]:
-            ax.legend(fontsize=8, loc="upper right", bbox_to_anchor=(0.86, 1))  # beside the names of the lines
-        if out:
-            Path(out).parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(out, dpi=150)
+        _finish(figure, ax, out)
     return figure
 
 # %% ../nbs/05_runlog.ipynb #health-line
