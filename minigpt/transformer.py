@@ -127,6 +127,7 @@ def check_config(config: GPTConfig) -> None:
         if not 0 < getattr(config, field) < math.inf:
             raise ValueError(f"{field}={getattr(config, field)} must be a finite number above 0")
 
+# %% ../nbs/03_transformer.ipynb #nearest-divisors
 def nearest_divisors(
     wanted: int,  # does not divide total
     total: int,
