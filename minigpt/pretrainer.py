@@ -7,8 +7,8 @@ __all__ = ['SIZES', 'STRATEGIES', 'CHOICES', 'GROUPS', 'ALIASES', 'ELSEWHERE', '
            'RunArgs', 'option_fields', 'field_types', 'field_help', 'convert', 'known_option', 'read_config', 'env_int',
            'complain', 'OneLineParser', 'build_parser', 'default_text', 'parse_args', 'my_turn', 'prepare_data', 'tell',
            'open_data', 'build_model', 'choose_strategy', 'settle_environment', 'share_cores', 'opening', 'sample',
-           'log_to', 'fresh_folder', 'check_resume', 'check_same_step', 'plan', 'start', 'build_trainer', 'load_run',
-           'finish', 'job', 'what_is_left', 'main']
+           'log_to', 'fresh_folder', 'check_resume', 'check_same_step', 'plan', 'asked_for', 'start', 'build_trainer',
+           'load_run', 'finish', 'job', 'what_is_left', 'known_trouble', 'main']
 
 # %% ../nbs/11_launch.ipynb #imports
 import argparse
@@ -120,7 +120,7 @@ def convert(
     if str(value).lower() in ("none", "null"):
         if "None" in str(option_fields()[name].type):
             return None
-        raise ValueError(f"{where}: give a value, or leave the option out")
+        raise ValueError(f"{where.rstrip(':')}: give a value, or leave the option out")
     if kind is list:
         return [str(item) for item in value] if isinstance(value, list) else [str(value)]
     try:
@@ -157,7 +157,7 @@ def known_option(
     if name in known:
         return name
     spelled = name.lower().replace("-", "_")
-    near = [ELSEWHERE[spelled]] if spelled in ELSEWHERE else difflib.get_close_matches(spelled, [*known, *ALIASES, "config"], 1, 0.5)
+    near = [ELSEWHERE[spelled]] if spelled in ELSEWHERE else difflib.get_close_matches(spelled, [*known, *ALIASES, "config"], 1)
     raise ValueError(f"{where}: no such option{f'; did you mean {near[0]}?' if near else ''} (--help lists them)")
 
 # %% ../nbs/11_launch.ipynb #read-config
@@ -192,10 +192,10 @@ def env_int(name: str, default: int) -> int:
 def complain(
     message,  # text or exception
 ):
-    "A mistake, told once, in one line: by rank 0, or by another rank that rank 0's end doesn't stop within a second"
+    "A mistake, told once, in one line: by rank 0, or by another rank that torchrun hasn't ended five seconds later"
     rank = env_int("RANK", 0)
     if rank:
-        time.sleep(1)
+        time.sleep(5)
     if isinstance(message, OSError) and message.strerror:
         message = f"{message.filename}: {message.strerror}"
     print("pretrainer.py:" + (f" [rank {rank}]" if rank else ""), " ".join(str(message).split()), file=sys.stderr, flush=True)
@@ -469,16 +469,31 @@ def plan(
     lines = [
         f"strategy {facts['strategy']}: one update = {world} process{'es' * (world > 1)}{micro} x {args.train_batch_size} windows of {window} tokens"
         f" = {per_step:,} tokens (global batch {facts['global_batch']})",
-        f"{total:,} updates = {total * per_step:,} tokens = {passes:.2f} passes over {facts['train_windows']:,} training windows ({left_out} left out per pass, "
-        f"others each time); evaluation on {facts['eval_windows']:,} windows {when(args.eval_steps)}, checkpoint {when(args.save_steps)}; "
-        "tokens/s, and with it the time left, shows once it runs",
+        f"{total:,} updates = {total * per_step:,} tokens = {passes:.2f} passes over {facts['train_windows']:,} training windows, "
+        f"{left_out} left out per pass, others each time; how long it takes shows once it runs",
+        f"evaluation on {facts['eval_windows']:,} windows {when(args.eval_steps)}, checkpoint {when(args.save_steps)}",
     ]
     if step >= total:
         lines.append(f"step {step} of {total} is done already: nothing left to train; raise --max_steps, or take another --output_dir")
     return lines
 
+# %% ../nbs/11_launch.ipynb #asked-for
+def asked_for(
+    run: RunArgs,
+    train: "pretrainer_single.TrainArgs",
+    options: dict,  # model fields as given
+) -> str:
+    "The options that differ from their defaults, as flags: what a reader of the log needs to start the same job"
+    pairs = [(given, type(given)()) for given in (run, train)]
+    changed = {f.name: getattr(given, f.name) for given, plain in pairs for f in fields(given) if getattr(given, f.name) != getattr(plain, f.name)}
+    words = {name: " ".join(value) if isinstance(value, list) else value for name, value in {**changed, **options}.items()}
+    return "asked for: " + (" ".join(f"--{name} {value}" for name, value in words.items()) or "nothing, all by default")
+
 # %% ../nbs/11_launch.ipynb #start
-def start(trainer):
+def start(
+    trainer,  # built, not set up
+    asked: str,  # first of the notes
+):
     "Join the group, load what is to be resumed, and say what will happen; on a mistake leave the group"
     try:
         trainer.setup()
@@ -486,12 +501,13 @@ def start(trainer):
     except BaseException:
         trainer.cleanup()
         raise
-    for line in plan(trainer.facts(), trainer.args, trainer.step):
+    for line in [asked, *plan(trainer.facts(), trainer.args, trainer.step)]:
         trainer.emit("note", text=line)
 
 # %% ../nbs/11_launch.ipynb #build-trainer
 def build_trainer(run: RunArgs, train: "pretrainer_single.TrainArgs", options: dict):
     "Data, model, optimizer and Trainer of a job, ready for the first step; also the tokenizer"
+    asked = asked_for(run, train, options)
     run.strategy = choose_strategy(run.strategy, os.environ)
     dataset, train_set, eval_set, words = open_data(run, train, options)
     train.output_dir = train.output_dir or fresh_folder()
@@ -508,7 +524,7 @@ def build_trainer(run: RunArgs, train: "pretrainer_single.TrainArgs", options: d
     if env_int("RANK", 0) == 0:
         about |= pretrain_dataset.baselines(train_set, eval_set) if len(eval_set) else {}
         trainer.log = log_to(train.output_dir, trainer)
-    start(trainer)
+    start(trainer, asked)
     if trainer.is_main_process:
         words.save(Path(train.output_dir) / "tokenizer.json")
     return trainer, words
@@ -581,6 +597,18 @@ def what_is_left(
         return f"the same command with --output_dir {folder} goes on from {found[-1].name}"
     return "there is no checkpoint yet: --save_steps 100 writes one every 100 steps"
 
+# %% ../nbs/11_launch.ipynb #known-trouble
+def known_trouble(
+    error: Exception,  # that ended the training
+) -> str | None:  # one line; None for a bug of ours, which deserves its traceback
+    "What a user can do about an error that training may meet"
+    if isinstance(error, FloatingPointError):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return "out of memory: halve --train_batch_size and double --accumulate, for the same update; or take a smaller --context_length or --size"
+    if collectives.BYSTANDER.search(str(error)):
+        return "another process of this job ended, so this one can't go on; its own message tells why"
+
 # %% ../nbs/11_launch.ipynb #main
 def main(
     argv: list[str] | None = None,  # None: sys.argv
@@ -599,13 +627,11 @@ def main(
         if env_int("RANK", 0) == 0:
             complain(f"interrupted; {what_is_left(train.output_dir)}")
         return 130
-    except RuntimeError as error:
-        if not collectives.BYSTANDER.search(str(error)):
+    except (RuntimeError, FloatingPointError) as error:
+        if not (text := known_trouble(error)):
             raise
-        complain("another process of this job ended, so this one can't go on; its own message tells why")
-    except FloatingPointError as error:
-        complain(error)
-    return 1
+        complain(text)
+        return 1
 
 # %% ../nbs/11_launch.ipynb #run-as-script
 if __name__ == "__main__" and "__file__" in globals():

@@ -162,6 +162,7 @@ def test_what_is_printed_says_what_will_happen_and_what_came_out(launches):
     "T26, T27: the batch and the schedule in words, loss among its baselines"
     out = launches["two"][1]
     assert "2 processes x 16 windows of 128 tokens = 4,096 tokens (global batch 32)" in out
+    assert "asked for: --max_steps 3 --log_every 1 --output_dir" in out
     assert "strategy ddp" in out and "3 updates = 12,288 tokens" in out
     assert "Evaluation loss" in out and "bigram" in out and "Next: " in out
     assert re.search(r"Health: step 3: eval loss .* to ln V", out)
@@ -376,6 +377,7 @@ def test_t26_a_mistake_is_one_line_and_exit_code_2(args, stand_ins, tmp_path, mo
 def test_p30_half_a_launcher_is_named_not_waited_for(env, missing, texts, tmp_path, monkeypatch, capsys):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(pretrainer.time, "sleep", lambda seconds: None)
     assert cli("--dataset_path", texts, *SMALL, "--output_dir", tmp_path) == 2
     assert missing in capsys.readouterr().err
 
@@ -449,6 +451,23 @@ def test_two_runs_of_one_second_get_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pretrainer.time, "strftime", lambda form: "now")
     assert [pretrainer.fresh_folder(), pretrainer.fresh_folder()] == ["runs/now", "runs/now-2"]
+
+
+def test_trouble_that_is_no_bug_is_one_line(texts, tmp_path, monkeypatch, capsys):
+    "A loss that is no number, memory that is used up, a peer that died: exit code 1; all else keeps its traceback"
+
+    def fail(error):
+        def train(self):
+            raise error
+
+        monkeypatch.setattr(Trainer, "train", train)
+        return cli("--dataset_path", texts, *SMALL, "--max_steps", 1, "--output_dir", tmp_path)
+
+    for error in (FloatingPointError("step 3: loss is nan"), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Connection closed by peer")):
+        assert fail(error) == 1
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    with pytest.raises(RuntimeError, match="our bug"):
+        fail(RuntimeError("our bug"))
 
 
 # ---- mistakes and interruption of real jobs
