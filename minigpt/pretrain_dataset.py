@@ -556,6 +556,8 @@ def load_sidecar(
         raise ValueError(f"{sidecar_path(path)} is not JSON ({error}): prepare the data anew") from None
     if not isinstance(meta, dict) or (meta.get("format"), meta.get("version")) != (FORMAT, VERSION):
         raise ValueError(f"{sidecar_path(path)} is not a {FORMAT} version {VERSION} sidecar: prepare the data anew")
+    if missing := {"dtype", "count", "vocab_size", "tokenizer_hash", "sha256", "sources"} - set(meta):
+        raise ValueError(f"{sidecar_path(path)} lacks {', '.join(sorted(missing))}: prepare the data anew")
     size, expected = path.stat().st_size, meta["count"] * np.dtype(meta["dtype"]).itemsize
     if size != expected:
         raise ValueError(f"{path} has {size} bytes, its sidecar says {meta['count']} tokens = {expected} bytes: prepare it anew")
@@ -613,7 +615,8 @@ class PretrainBinaryDataset(WindowDataset):
         self.path, self.context_length, self.meta = Path(path), context_length, load_sidecar(path)
         self.vocab_size, count = self.meta["vocab_size"], self.meta["count"]
         if not 1 <= context_length < count:
-            raise ValueError(f"{path}: {count} tokens, and context_length={context_length} needs at least {context_length + 1}")
+            need = max(1, context_length) + 1
+            raise ValueError(f"{path}: {count} tokens; context_length={context_length} must be positive and needs at least {need}")
         self.tokens = np.memmap(path, dtype=self.meta["dtype"], mode="r").view(np.ndarray)
         _check_ids(self.tokens, self.vocab_size, self.path)
         self.windows = _window_view(self.tokens, context_length)  # (N, T + 1)

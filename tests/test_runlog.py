@@ -283,7 +283,7 @@ def test_t27_health_line_says_what_the_poor_loss_needs():
     events = [dict(event="start", step=0, time="2026-01-05 09:00:00", baselines=dict(ln_vocab=math.log(2048), unigram=6.5, bigram=4.6))]
     events += [record(s, 7.5, kind="eval") for s in range(100, 500, 100)]
     line = health_line(events)
-    assert "eval loss 7.60" in line and "-0.02 to ln V" in line and "+1.10 to unigram" in line
+    assert "eval_loss 7.6" in line and "-0.0246 to ln V" in line and "+1.1 to unigram" in line
     assert "grad_norm" in line and "64 tokens/update" in line and "lr 0.001" in line
 
 
@@ -300,13 +300,25 @@ def test_d08_a_narrow_console_degrades_and_the_files_stay_utf8(tmp_path, encodin
 def test_plot_baselines_gaps_and_smoothing_are_stated():
     events = [dict(event="start", step=0, ln_vocab=3.0, baselines=dict(unigram=2.5))] + [record(s, math.nan if s in (4, 5) else 2.0) for s in range(1, 10)]
     assert run_baselines(events) == dict(ln_vocab=3.0, unigram=2.5)
-    ax = plot_runs([events], labels=["a"], smooth=3).axes[0]
-    names = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert "a: train, mean of last 3 records" in names and "a: 2 not finite" in names
+    figure = plot_runs([events], labels=["a"], smooth=3)
+    ax, names = figure.axes[0], legend(figure)
+    assert "a: train, mean of last 3 records" in names and "a: train, mean of last 3 records, 2 not finite" in names
     assert [t.get_text().split()[0] for t in ax.texts] == ["ln", "unigram"]
-    plain = plot_runs([events]).axes[0]
-    assert not any("mean" in t.get_text() for t in plain.get_legend().get_texts())
-    assert [math.isnan(y) for y in plain.lines[0].get_ydata()] == [s in (4, 5) for s in range(1, 10)]
+    plain = plot_runs([events], y_max=1.9, labels=["cost $5 $6"])
+    assert not any("mean" in name for name in legend(plain)) and "7 points above" in legend(plain)[0]
+    assert [math.isnan(y) for y in plain.axes[0].lines[0].get_ydata()] == [s in (4, 5) for s in range(1, 10)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # lines above the picture leave its layout alone
+        plain.savefig(os.devnull, format="png")
+    assert not plain.axes[0].texts
+
+
+def test_l02_both_draws_what_was_thrown_away_dotted():
+    events = session(1, 100) + session(81, 150, shift=0.5, resume=80)
+    lines = plot_runs([events], both=True).axes[0].lines
+    dotted = [line for line in lines if line.get_linestyle() == ":"]
+    assert [list(line.get_xdata()) for line in dotted] == [list(range(81, 101))]
+    assert not any(line.get_linestyle() == ":" for line in plot_runs([events]).axes[0].lines)
 
 
 def test_plot_names_what_is_missing(tmp_path):
@@ -362,6 +374,24 @@ def font_with(path, characters):
     font.save(path)
 
 
+def legend(figure):
+    "The names in a figure's legend"
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_a_font_installed_after_matplotlib_made_its_list_is_found(tmp_path, monkeypatch):
+    from matplotlib import font_manager
+
+    font_with(tmp_path / "boxes.ttf", "𡈽")
+    before = list(font_manager.fontManager.ttflist)
+    assert runlog.font_for("𡈽") is None
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: [str(tmp_path / "boxes.ttf"), __file__])
+    try:
+        assert runlog.font_for("𡈽") == ["DejaVu Sans", "Boxes For Tests"]
+    finally:
+        font_manager.fontManager.ttflist[:] = before
+
+
 def test_chinese_labels_take_an_installed_font_that_has_them(tmp_path):
     from matplotlib import font_manager
 
@@ -373,7 +403,7 @@ def test_chinese_labels_take_an_installed_font_that_has_them(tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             figure = plot_runs([[record(1), record(2)]], labels=[rare], out=tmp_path / "f.png")
-        assert rare in figure.axes[0].get_legend().get_texts()[0].get_text()
+        assert rare in legend(figure)[0]
     finally:
         font_manager.fontManager.ttflist[:] = before
 
@@ -384,7 +414,7 @@ def test_chinese_labels_without_a_font_become_numbers_and_are_told(tmp_path, cap
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         figure = plot_runs([[record(1), record(2)]] * 2, labels=["三国", "plain"], title="损失", out=tmp_path / "f.png")
-    assert [t.get_text().split(":")[0] for t in figure.axes[0].get_legend().get_texts()] == ["run 1", "plain"]
+    assert [name.split(":")[0] for name in legend(figure)] == ["run 1", "plain"]
     assert "run 1 is 三国" in capsys.readouterr().out
 
 
