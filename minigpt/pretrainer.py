@@ -631,7 +631,8 @@ def main(
     try:
         return job(run, train, options)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun may pass on a second one
+        if "RANK" in os.environ:  # torchrun may pass on a second one; a notebook's kernel must stay interruptible
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         if env_int("RANK", 0) == 0:
             complain(f"interrupted; {what_is_left(train.output_dir)}")
         return 130

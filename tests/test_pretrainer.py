@@ -262,7 +262,8 @@ def test_d22_vocabulary_comes_from_the_data(base):
 
 ISSUE_FLAGS = """num_train_epochs train_batch_size eval_steps warmup_steps save_steps output_dir last_checkpoint_path learning_rate
 weight_decay train_ratio use_mixed_precision dataset_path corpus seed max_steps strategy config resume
-context_length vocab_size emb_dim n_layers n_heads n_kv_heads drop_rate flash_attn size device dtype backend timeout accumulate clip min_lr keep_last log_every content_key""".split()
+context_length vocab_size emb_dim n_layers n_heads n_kv_heads drop_rate flash_attn size
+device dtype backend timeout accumulate clip min_lr keep_last log_every content_key""".split()
 
 
 def test_every_argument_is_there_with_help_in_a_group(capsys):
