@@ -18,6 +18,7 @@ import minigpt.pretrainer as pretrainer
 from minigpt.collectives import launch_env
 from minigpt.pretrain_dataset import PretrainBinaryDataset, data_dir, prepare_files
 from minigpt.pretrainer_single import TrainArgs, Trainer, unpatch
+from minigpt.runlog import read_run
 from minigpt.tokenizer import Tokenizer
 from minigpt.transformer import GPTConfig
 
@@ -26,7 +27,8 @@ CACHE = data_dir()  # of the checkout: the bundled corpus is prepared once
 ENTRY = ROOT / "minigpt" / "pretrainer.py"
 COMMAND_1 = "torchrun --standalone --nproc_per_node 2 minigpt/pretrainer.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-SMALL = "--n_layers 1 --emb_dim 32 --n_heads 2 --context_length 16 --vocab_size 300 --warmup_steps 2 --sample_tokens 4 --log_every 1".split()
+SMALL = "--n_layers 1 --emb_dim 32 --n_heads 2 --context_length 16 --vocab_size 300".split()
+SMALL += "--warmup_steps 2 --sample_tokens 4 --log_every 1".split()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,8 +68,8 @@ def cli(*args):
 def start(command, cwd=None, **env):
     "A launch that writes into one pipe"
     return subprocess.Popen(
-        [str(c) for c in command], cwd=cwd or ROOT, env=launch_env(2, env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8",
-        errors="replace", start_new_session=sys.platform != "win32",
+        [str(c) for c in command], cwd=cwd or ROOT, env=launch_env(2, env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, encoding="utf-8", errors="replace", start_new_session=sys.platform != "win32",
     )  # fmt: skip
 
 
@@ -81,12 +83,11 @@ def ended(process, timeout=100):
 
 
 def events(folder, kind):
-    lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    return [event for event in read_run(folder) if event["event"] == kind]
 
 
 def losses(folder):
-    return [event["train_loss"] for event in map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines()) if "train_loss" in event]
+    return [event["train_loss"] for event in read_run(folder) if "train_loss" in event]
 
 
 def weights(folder, step):
@@ -98,9 +99,10 @@ def weights(folder, step):
 
 @pytest.fixture(scope="module")
 def base(texts, tmp_path_factory):
-    "One process, 6 steps of 6 windows, a checkpoint at 3 and at 6; and a folder that holds only what a run killed after step 3 leaves"
+    "One process, 6 steps of 6 windows, a checkpoint at 3 and at 6; and folders with what a run killed after step 3 leaves"
     folder = tmp_path_factory.mktemp("base")
-    assert cli("--dataset_path", texts, *SMALL, "--train_batch_size", 6, "--max_steps", 6, "--save_steps", 3, "--output_dir", folder / "whole") == 0
+    six = ("--train_batch_size", 6, "--max_steps", 6, "--save_steps", 3)
+    assert cli("--dataset_path", texts, *SMALL, *six, "--output_dir", folder / "whole") == 0
     for name in ("killed", "killed-3"):
         (folder / name).mkdir()
         for file in (folder / "whole").glob("checkpoint-3.*"):
@@ -114,7 +116,8 @@ def launches(texts, base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("launches")
     config = dict(dataset_path=[str(texts / "part0.txt"), str(texts / "part[12].txt")], train_batch_size=2, max_steps=6, save_steps=3)
     config |= {key: yaml.safe_load(value) for key, value in zip((flag[2:] for flag in SMALL[::2]), SMALL[1::2])}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config | dict(output_dir=str(base / "killed-3")), allow_unicode=True), encoding="utf-8")
+    config["output_dir"] = str(base / "killed-3")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, allow_unicode=True), encoding="utf-8")
     torchrun = Path(sys.executable).with_name("torchrun")
     words = COMMAND_1.split()
     first = [torchrun, *words[1:]] if torchrun.exists() else [*TORCHRUN, *words[2:]]
@@ -162,9 +165,10 @@ def test_what_is_printed_says_what_will_happen_and_what_came_out(launches):
     "T26, T27: the batch and the schedule in words, loss among its baselines"
     out = launches["two"][1]
     assert "2 processes x 16 windows of 128 tokens = 4,096 tokens (global batch 32)" in out
+    assert "asked for: --max_steps 3 --log_every 1 --output_dir" in out
     assert "strategy ddp" in out and "3 updates = 12,288 tokens" in out
     assert "Evaluation loss" in out and "bigram" in out and "Next: " in out
-    assert re.search(r"Health: step 3: eval loss .* to ln V", out)
+    assert re.search(r"Health: step 3\b.* to ln V", out)
 
 
 def test_n08_start_event_tells_the_strategy_that_the_ranks_really_run(launches):
@@ -215,8 +219,8 @@ def test_run_folder_contract(base):
     names = {path.name for path in folder.iterdir()}
     assert {"train.log", "metrics.jsonl", "loss.png", "checkpoint-6.pth", "checkpoint-6.json", "tokenizer.json"} <= names
     state = torch.load(folder / "checkpoint-6.pth", weights_only=True)
-    keys = "model_state optimizer_state scaler_state step epoch samples_seen loss_accumulator rng_states config train_args choices data_fingerprint world_size versions"
-    assert set(keys.split()) <= set(state)
+    keys = "model_state optimizer_state scaler_state step epoch samples_seen loss_accumulator rng_states config train_args"
+    assert set(f"{keys} choices data_fingerprint world_size versions".split()) <= set(state)
     assert state["step"] == 6 and state["samples_seen"] == 36 and state["train_args"]["max_steps"] == 6
     assert not any(name.startswith("module.") for name in state["model_state"])
     assert len(state["rng_states"]) == state["world_size"] == 1
@@ -224,7 +228,8 @@ def test_run_folder_contract(base):
     assert sidecar["bytes"] == (folder / "checkpoint-6.pth").stat().st_size and len(sidecar["sha256"]) == 64
     first = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert first["event"] == "start" and {"model_config", "train_args", "run_args", "ln_vocab", "unigram", "bigram"} <= set(first)
-    line = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d lr=\d\.\d{5}, train_loss: \d+\.\d{4}, eval_loss: \d+\.\d{4}, grad_norm=\d+\.\d{5}, steps: 6/6, tokens: "
+    line = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d lr=\d\.\d{5}, train_loss: \d+\.\d{4}, "
+    line += r"eval_loss: \d+\.\d{4}, grad_norm=\d+\.\d{5}, steps: 6/6, tokens: "
     assert re.search(line, (folder / "train.log").read_text(encoding="utf-8"), re.M)
 
 
@@ -255,9 +260,10 @@ def test_d22_vocabulary_comes_from_the_data(base):
 # ---- options
 
 
-ISSUE_FLAGS = """num_train_epochs train_batch_size eval_steps warmup_steps save_steps output_dir last_checkpoint_path learning_rate weight_decay train_ratio
-use_mixed_precision dataset_path corpus seed max_steps strategy config resume context_length vocab_size emb_dim n_layers n_heads n_kv_heads drop_rate flash_attn
-size device dtype backend timeout accumulate clip min_lr keep_last log_every content_key""".split()
+ISSUE_FLAGS = """num_train_epochs train_batch_size eval_steps warmup_steps save_steps output_dir last_checkpoint_path learning_rate
+weight_decay train_ratio use_mixed_precision dataset_path corpus seed max_steps strategy config resume
+context_length vocab_size emb_dim n_layers n_heads n_kv_heads drop_rate flash_attn size
+device dtype backend timeout accumulate clip min_lr keep_last log_every content_key""".split()
 
 
 def test_every_argument_is_there_with_help_in_a_group(capsys):
@@ -277,8 +283,8 @@ def test_yaml_and_flags_set_the_same_fields(tmp_path):
     lines = "learning_rate: 1e-3\nmax_steps: 1_000\ntrain_batch_size: 4.0\nuse_mixed_precision: no\nmin_lr: null\nflash_attn: true\n"
     lines += "dataset_path: [a.txt, b.txt]\nlast_checkpoint_path: x.pth\nemb_dim: 64\nseed: 4000000000\nclip: 2\nprompt: 你好\n"
     (tmp_path / "c.yaml").write_text(lines, encoding="utf-8-sig")
-    flags = "--learning_rate 1e-3 --max_steps 1e3 --train_batch_size 4 --use_mixed_precision false --min_lr none --flash_attn --dataset_path a.txt b.txt"
-    flags += " --resume x.pth --emb_dim=64 --seed 4000000000 --clip 2 --prompt 你好"
+    flags = "--learning_rate 1e-3 --max_steps 1e3 --train_batch_size 4 --use_mixed_precision false --min_lr none --flash_attn"
+    flags += " --dataset_path a.txt b.txt --resume x.pth --emb_dim=64 --seed 4000000000 --clip 2 --prompt 你好"
     by_file, by_flags = pretrainer.parse_args(["--config", str(tmp_path / "c.yaml")]), pretrainer.parse_args(flags.split())
     assert by_file == by_flags
     run, train, model = by_flags
@@ -343,7 +349,8 @@ BAD = {  # arguments -> words of the one line
 def stand_ins(texts, base, tmp_path_factory):
     "What the words in capitals above stand for"
     folder = tmp_path_factory.mktemp("bad")
-    contents = dict(BAD_KEY="max_stps: 3", BAD_YAML="seed: 1\nx: [", A_LIST="- seed", A_NEST="seed: {a: 1}", BINARY=b"\xff\xfe\x00x", NOT_A_CHECKPOINT="hello")
+    contents = dict(BAD_KEY="max_stps: 3", BAD_YAML="seed: 1\nx: [", A_LIST="- seed", A_NEST="seed: {a: 1}")
+    contents |= dict(BINARY=b"\xff\xfe\x00x", NOT_A_CHECKPOINT="hello")
     for name, content in contents.items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     torch.save(dict(model_state={}), folder / "WEIGHTS")
@@ -376,6 +383,7 @@ def test_t26_a_mistake_is_one_line_and_exit_code_2(args, stand_ins, tmp_path, mo
 def test_p30_half_a_launcher_is_named_not_waited_for(env, missing, texts, tmp_path, monkeypatch, capsys):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(pretrainer.time, "sleep", lambda seconds: None)
     assert cli("--dataset_path", texts, *SMALL, "--output_dir", tmp_path) == 2
     assert missing in capsys.readouterr().err
 
@@ -401,7 +409,8 @@ def test_t10_the_cpu_path_asks_nothing_of_cuda(texts, tmp_path, monkeypatch):
 
 def test_p16_p20_machine_quirks_are_settled_before_ranks_meet():
     local = dict(MASTER_ADDR="no-such-host.invalid", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    for platform, expected in dict(linux=dict(GLOO_SOCKET_IFNAME="lo"), darwin=dict(GLOO_SOCKET_IFNAME="lo0"), win32=dict(USE_LIBUV="0")).items():
+    quirks = dict(linux=dict(GLOO_SOCKET_IFNAME="lo"), darwin=dict(GLOO_SOCKET_IFNAME="lo0"), win32=dict(USE_LIBUV="0"))
+    for platform, expected in quirks.items():
         env = dict(local)
         pretrainer.settle_environment(env, platform)
         assert env == local | expected | dict(MASTER_ADDR="127.0.0.1")
@@ -449,6 +458,24 @@ def test_two_runs_of_one_second_get_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pretrainer.time, "strftime", lambda form: "now")
     assert [pretrainer.fresh_folder(), pretrainer.fresh_folder()] == ["runs/now", "runs/now-2"]
+
+
+def test_trouble_that_is_no_bug_is_one_line(texts, tmp_path, monkeypatch, capsys):
+    "A loss that is no number, memory that is used up, a peer that died: exit code 1; all else keeps its traceback"
+
+    def fail(error):
+        def train(self):
+            raise error
+
+        monkeypatch.setattr(Trainer, "train", train)
+        return cli("--dataset_path", texts, *SMALL, "--max_steps", 1, "--output_dir", tmp_path)
+
+    peer = RuntimeError("[127.0.0.1]:1: Connection closed by peer")
+    for error in (FloatingPointError("step 3: loss is nan"), torch.OutOfMemoryError("CUDA out of memory"), peer):
+        assert fail(error) == 1
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    with pytest.raises(RuntimeError, match="our bug"):
+        fail(RuntimeError("our bug"))
 
 
 # ---- mistakes and interruption of real jobs
