@@ -217,7 +217,6 @@ def next_token_loss(
     """Cross-entropy, in float32 whatever the model computed in."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
 
-# %% ../nbs/03_transformer.ipynb #pick-token
 def pick_token(
     logits: Tensor,      # (B, V)
     temperature: float,  # 0: the most likely token
@@ -242,7 +241,6 @@ def eval_mode(model: nn.Module):
         for module, training in modes:
             module.training = training
 
-# %% ../nbs/03_transformer.ipynb #check-prompt
 def check_prompt(idx: Tensor, temperature: float) -> None:
     """Refuse what generate cannot continue."""
     if not temperature >= 0:
