@@ -25,6 +25,7 @@ import re
 import sysconfig
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -464,17 +465,16 @@ def _batches(documents: Iterable[str], chars: int = 1 << 20) -> Iterator[list[st
 # %% ../nbs/02_pretrain_dataset.ipynb #write-tokens
 def _write_tokens(file: io.BufferedWriter, documents: Iterable[str], tokenizer: Tokenizer, bar: tqdm, report: ReadReport) -> dict:
     "Encode documents into an open file; what was counted on the way"
-    counts, digest = dict(count=0, documents=0, bytes=0, blank=0), hashlib.sha256()
+    counts, digest = Counter(count=0, documents=0, bytes=0, blank=0), hashlib.sha256()
     for batch in _batches(documents):
         full = [document for document in batch if document.strip()]
         tokens = _to_array(_encode_documents(full, tokenizer), tokenizer.vocab_size)
         file.write(tokens.data)
         digest.update(tokens.data)
         size = sum(len(document.encode()) for document in full)
-        found = dict(count=len(tokens), documents=len(full), bytes=size, blank=len(batch) - len(full))
-        counts = {key: counts[key] + found[key] for key in counts}
+        counts.update(count=len(tokens), documents=len(full), bytes=size, blank=len(batch) - len(full))
         bar.update((report.done_bytes or counts["bytes"]) - bar.n)
-    return counts | dict(sha256=digest.hexdigest())
+    return dict(counts, sha256=digest.hexdigest())
 
 # %% ../nbs/02_pretrain_dataset.ipynb #part-file
 @contextmanager
