@@ -27,7 +27,6 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -40,7 +39,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 import minigpt
-from .tokenizer import Tokenizer, train_tokenizer
+from .tokenizer import Tokenizer, part_file, train_tokenizer
 
 # %% ../nbs/02_pretrain_dataset.ipynb #zstd-reader
 class _ZstdReader(io.RawIOBase):
@@ -476,22 +475,7 @@ def _write_tokens(file: io.BufferedWriter, documents: Iterable[str], tokenizer: 
         bar.update((report.done_bytes or counts["bytes"]) - bar.n)
     return dict(counts, sha256=digest.hexdigest())
 
-# %% ../nbs/02_pretrain_dataset.ipynb #part-file
-@contextmanager
-def _part_file(path: Path) -> Iterator[io.BufferedWriter]:
-    "A file that gets its name when the block ends well, and vanishes when it does not"
-    part = path.with_name(f"{path.name}.part-{os.getpid()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with open(part, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
+# %% ../nbs/02_pretrain_dataset.ipynb #paths-beside
 def sidecar_path(bin_path: Path) -> Path:
     "X.json of X.bin"
     return Path(bin_path).with_suffix(".json")
@@ -518,7 +502,7 @@ def prepare_dataset(
     if bin_path.suffix != ".bin":
         raise ValueError(f"{bin_path}: the name of a token file ends in .bin")
     bar = tqdm(total=report.total_bytes or None, unit="B", unit_scale=True, desc="encoding", disable=not progress)
-    with bar, _part_file(bin_path) as file:
+    with bar, part_file(bin_path) as file:
         counts = _write_tokens(file, documents, tokenizer, bar, report)
         if not counts["count"]:
             raise ValueError(f"no text for {bin_path}: {counts['blank']} blank documents, {report.skipped} bad lines skipped")
@@ -535,7 +519,7 @@ def _write_sidecar(bin_path: Path, tokenizer: Tokenizer, counts: dict, sources: 
         format=FORMAT, version=VERSION, dtype=dtype_for(tokenizer.vocab_size), vocab_size=tokenizer.vocab_size,
         tokenizer_hash=tokenizer.hash, tokenizer=tokenizer_path(bin_path).name, **counts, skipped=report.skipped, sources=sources,
     )
-    with _part_file(sidecar_path(bin_path)) as file:
+    with part_file(sidecar_path(bin_path)) as file:
         file.write(json.dumps(sidecar, indent=1, ensure_ascii=False).encode("utf-8"))
     return sidecar
 
