@@ -12,10 +12,11 @@ import hashlib
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import regex
 import tiktoken
@@ -287,8 +288,8 @@ def _read_content(
 # %% ../nbs/01_tokenizer.ipynb #part-file
 @contextmanager
 def part_file(
-    path, # file to write; a folder that is missing is made
-):        # an open binary file
+    path: str | Path,     # file to write; a folder that is missing is made
+) -> Iterator[BinaryIO]:  # the open file
     "A file that gets its name when the block ends well, and vanishes when it does not"
     path = Path(path)
     part = path.with_name(f".{path.name}.part-{os.getpid()}")
@@ -308,7 +309,7 @@ class TokenizerFile:
 
     def save(
         self,
-        path, # file to write; a folder that is missing is made
+        path: str | Path, # file to write; a folder that is missing is made
     ):
         "Write JSON; no reader ever sees half a file"
         with part_file(path) as file:
@@ -317,8 +318,8 @@ class TokenizerFile:
     @classmethod
     def load(
         cls,
-        path, # file written by `save`
-    ):        # the tokenizer
+        path: str | Path, # file written by `save`
+    ):                    # the tokenizer
         "Read a tokenizer; whatever is wrong with the file is one line"
         content = _read_content(Path(path))
         try:
