@@ -6,9 +6,9 @@
 __all__ = ['PACKED', 'KINDS', 'DOCUMENT_CHARS', 'CORPORA', 'CUT', 'FORMAT', 'VERSION', 'DISCOUNT', 'TOKENS_PER_PARAMETER',
            'REPEATS', 'find_files', 'ReadReport', 'read_documents', 'Corpus', 'read_corpus', 'corpora',
            'default_corpus', 'dtype_for', 'pieces', 'sidecar_path', 'tokenizer_path', 'prepare_dataset', 'load_sidecar',
-           'as_batch', 'WindowDataset', 'PretrainBinaryDataset', 'data_dir', 'prepare_corpus', 'eval_runs',
-           'WindowSubset', 'split_dataset', 'token_pairs', 'unigram_probs', 'unigram_entropy', 'bigram_probs',
-           'bigram_entropy', 'baselines', 'effective_tokens', 'model_size_for', 'sample_documents', 'prepare_files']
+           'as_batch', 'WindowDataset', 'PretrainBinaryDataset', 'data_dir', 'prepare_corpus', 'sample_documents',
+           'prepare_files', 'eval_runs', 'WindowSubset', 'split_dataset', 'token_pairs', 'unigram_probs',
+           'unigram_entropy', 'bigram_probs', 'bigram_entropy', 'baselines', 'effective_tokens', 'model_size_for']
 
 # %% ../nbs/02_pretrain_dataset.ipynb #imports
 import ast
@@ -25,8 +25,8 @@ import re
 import sysconfig
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -39,7 +39,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 import minigpt
-from .tokenizer import Tokenizer, train_tokenizer
+from .tokenizer import Tokenizer, part_file, train_tokenizer
 
 # %% ../nbs/02_pretrain_dataset.ipynb #zstd-reader
 class _ZstdReader(io.RawIOBase):
@@ -92,17 +92,14 @@ def _kind_of(path: Path) -> str | None:
     return next((kind for kind in KINDS if name.endswith(kind)), None)
 
 
-def _files_below(folder: Path) -> list[Path]:
-    "All files below a folder, sorted, without hidden ones and hidden folders"
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
-
-
 def _files_of(path: Path) -> list[Path]:
-    "The files that one path means, of any kind"
-    if path.is_dir():
-        return _files_below(path)
-    return [path] if path.is_file() else sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
+    "The files that one path means, of any kind, sorted; of a folder all that are not hidden"
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        return sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
+    files = (file for file in path.rglob("*") if file.is_file())
+    return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
 
 # %% ../nbs/02_pretrain_dataset.ipynb #find-files-paths
 def find_files(
@@ -390,10 +387,11 @@ def read_corpus(
 # %% ../nbs/02_pretrain_dataset.ipynb #default-corpus
 def corpora() -> dict[str, str]:
     "Each corpus with \"ready\", or the command that installs it"
-    status = {}
+    status = dict.fromkeys(CORPORA, "ready")
     for name, corpus in CORPORA.items():
         try:
-            status[name] = "ready" if not corpus.package or _corpus_files(name) else ""
+            if corpus.package:
+                _corpus_files(name)
         except ValueError:
             status[name] = corpus.install
     return status
@@ -401,9 +399,10 @@ def corpora() -> dict[str, str]:
 
 def default_corpus() -> str:
     "holmes-war-peace where it is installed, else python-docs, saying so"
-    if corpora()["holmes-war-peace"] == "ready":
+    status = corpora()["holmes-war-peace"]
+    if status == "ready":
         return "holmes-war-peace"
-    warnings.warn(f"holmes-war-peace is not installed ({CORPORA['holmes-war-peace'].install}): taking python-docs", stacklevel=2)
+    warnings.warn(f"holmes-war-peace is not installed ({status}): taking python-docs", stacklevel=2)
     return "python-docs"
 
 # %% ../nbs/02_pretrain_dataset.ipynb #to-array
@@ -465,34 +464,18 @@ def _batches(documents: Iterable[str], chars: int = 1 << 20) -> Iterator[list[st
 # %% ../nbs/02_pretrain_dataset.ipynb #write-tokens
 def _write_tokens(file: io.BufferedWriter, documents: Iterable[str], tokenizer: Tokenizer, bar: tqdm, report: ReadReport) -> dict:
     "Encode documents into an open file; what was counted on the way"
-    counts, digest = dict(count=0, documents=0, bytes=0, blank=0), hashlib.sha256()
+    counts, digest = Counter(count=0, documents=0, bytes=0, blank=0), hashlib.sha256()
     for batch in _batches(documents):
         full = [document for document in batch if document.strip()]
         tokens = _to_array(_encode_documents(full, tokenizer), tokenizer.vocab_size)
         file.write(tokens.data)
         digest.update(tokens.data)
         size = sum(len(document.encode()) for document in full)
-        found = dict(count=len(tokens), documents=len(full), bytes=size, blank=len(batch) - len(full))
-        counts = {key: counts[key] + found[key] for key in counts}
+        counts.update(count=len(tokens), documents=len(full), bytes=size, blank=len(batch) - len(full))
         bar.update((report.done_bytes or counts["bytes"]) - bar.n)
-    return counts | dict(sha256=digest.hexdigest())
+    return dict(counts, sha256=digest.hexdigest())
 
-# %% ../nbs/02_pretrain_dataset.ipynb #part-file
-@contextmanager
-def _part_file(path: Path) -> Iterator[io.BufferedWriter]:
-    "A file that gets its name when the block ends well, and vanishes when it does not"
-    part = path.with_name(f"{path.name}.part-{os.getpid()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with open(part, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
+# %% ../nbs/02_pretrain_dataset.ipynb #paths-beside
 def sidecar_path(bin_path: Path) -> Path:
     "X.json of X.bin"
     return Path(bin_path).with_suffix(".json")
@@ -519,7 +502,7 @@ def prepare_dataset(
     if bin_path.suffix != ".bin":
         raise ValueError(f"{bin_path}: the name of a token file ends in .bin")
     bar = tqdm(total=report.total_bytes or None, unit="B", unit_scale=True, desc="encoding", disable=not progress)
-    with bar, _part_file(bin_path) as file:
+    with bar, part_file(bin_path) as file:
         counts = _write_tokens(file, documents, tokenizer, bar, report)
         if not counts["count"]:
             raise ValueError(f"no text for {bin_path}: {counts['blank']} blank documents, {report.skipped} bad lines skipped")
@@ -536,7 +519,7 @@ def _write_sidecar(bin_path: Path, tokenizer: Tokenizer, counts: dict, sources: 
         format=FORMAT, version=VERSION, dtype=dtype_for(tokenizer.vocab_size), vocab_size=tokenizer.vocab_size,
         tokenizer_hash=tokenizer.hash, tokenizer=tokenizer_path(bin_path).name, **counts, skipped=report.skipped, sources=sources,
     )
-    with _part_file(sidecar_path(bin_path)) as file:
+    with part_file(sidecar_path(bin_path)) as file:
         file.write(json.dumps(sidecar, indent=1, ensure_ascii=False).encode("utf-8"))
     return sidecar
 
@@ -677,6 +660,48 @@ def prepare_corpus(
         prepare_dataset(documents, bin_path, tokenizer, sources, progress, ReadReport(total_bytes=size))
     return bin_path
 
+# %% ../nbs/02_pretrain_dataset.ipynb #file-sources
+def _file_source(path: Path) -> dict:
+    "What the sidecar says about a user's file"
+    with open(path, "rb") as file:
+        return dict(name=path.name, bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def sample_documents(
+    documents: Iterable[str],
+    total: int,  # bytes in all, about
+    budget: int = 50_000_000,  # characters to take
+) -> Iterator[str]:
+    "Every k-th document, so that a tokenizer is trained on about budget characters of a text of any size"
+    every, taken = max(1, total // budget), 0
+    for number, document in enumerate(documents):
+        if number % every == 0 and taken < budget:
+            taken += len(document)
+            yield document
+
+# %% ../nbs/02_pretrain_dataset.ipynb #prepare-files
+def prepare_files(
+    paths: list,  # files, folders and globs
+    vocab_size: int,  # V, asked of the tokenizer
+    data_dir: str | Path | None = None,  # None: what data_dir() says
+    content_key: str = "text",  # of JSONL records
+    on_bad: str = "stop",  # or "skip"
+    encoding: str = "utf-8",
+    progress: bool = True,
+) -> Path:  # files-HASH-V.bin: other files or other settings give another name
+    "A user's files as tokens, with a tokenizer trained on them; made once, then found again"
+    files, options = find_files(paths), dict(content_key=content_key, on_bad=on_bad, encoding=encoding)
+    sources = [_file_source(file) for file in files]
+    key = json.dumps([VERSION, [(_kind_of(file), source["sha256"]) for file, source in zip(files, sources)], options])
+    bin_path = _folder(data_dir) / f"files-{hashlib.sha256(key.encode()).hexdigest()[:8]}-{vocab_size}.bin"
+    if not _is_ready(bin_path, [source["name"] for source in sources]):
+        size = sum(source["bytes"] for source in sources)
+        sample = sample_documents(read_documents(paths, **options), size)
+        tokenizer = train_tokenizer(tqdm(sample, desc="reading for the tokenizer", unit=" documents", disable=not progress), vocab_size)
+        report = ReadReport()
+        prepare_dataset(read_documents(paths, **options, report=report), bin_path, tokenizer, sources, progress, report)
+    return bin_path
+
 # %% ../nbs/02_pretrain_dataset.ipynb #split-runs
 def eval_runs(
     n: int,  # windows
@@ -712,8 +737,6 @@ class WindowSubset(WindowDataset):
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def gather(self, numbers: np.ndarray) -> np.ndarray:
-        if not len(self):
-            return self.parent.windows[:0]
         return self.parent.gather(numbers + self.shifts[np.searchsorted(self.ends, numbers, side="right")])
 
 # %% ../nbs/02_pretrain_dataset.ipynb #split-dataset
@@ -828,45 +851,3 @@ def model_size_for(
     one, four = (round(effective_tokens(n_tokens, epochs) / TOKENS_PER_PARAMETER) for epochs in (1, 4))
     advice = f"{n_tokens:,} tokens feed about {one:,} parameters in one epoch, {four:,} in four; many more only memorise"
     return dict(tokens=n_tokens, one_epoch=one, four_epochs=four, advice=advice)
-
-# %% ../nbs/02_pretrain_dataset.ipynb #file-sources
-def _file_source(path: Path) -> dict:
-    "What the sidecar says about a user's file"
-    with open(path, "rb") as file:
-        return dict(name=path.name, bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
-
-
-def sample_documents(
-    documents: Iterable[str],
-    total: int,  # bytes in all, about
-    budget: int = 50_000_000,  # characters to take
-) -> Iterator[str]:
-    "Every k-th document, so that a tokenizer is trained on about budget characters of a text of any size"
-    every, taken = max(1, total // budget), 0
-    for number, document in enumerate(documents):
-        if number % every == 0 and taken < budget:
-            taken += len(document)
-            yield document
-
-# %% ../nbs/02_pretrain_dataset.ipynb #prepare-files
-def prepare_files(
-    paths: list,  # files, folders and globs
-    vocab_size: int,  # V, asked of the tokenizer
-    data_dir: str | Path | None = None,  # None: what data_dir() says
-    content_key: str = "text",  # of JSONL records
-    on_bad: str = "stop",  # or "skip"
-    encoding: str = "utf-8",
-    progress: bool = True,
-) -> Path:  # files-HASH-V.bin: other files or other settings give another name
-    "A user's files as tokens, with a tokenizer trained on them; made once, then found again"
-    files, options = find_files(paths), dict(content_key=content_key, on_bad=on_bad, encoding=encoding)
-    sources = [_file_source(file) for file in files]
-    key = json.dumps([VERSION, [(_kind_of(file), source["sha256"]) for file, source in zip(files, sources)], options])
-    bin_path = _folder(data_dir) / f"files-{hashlib.sha256(key.encode()).hexdigest()[:8]}-{vocab_size}.bin"
-    if not _is_ready(bin_path, [source["name"] for source in sources]):
-        size = sum(source["bytes"] for source in sources)
-        sample = sample_documents(read_documents(paths, **options), size)
-        tokenizer = train_tokenizer(tqdm(sample, desc="reading for the tokenizer", unit=" documents", disable=not progress), vocab_size)
-        report = ReadReport()
-        prepare_dataset(read_documents(paths, **options, report=report), bin_path, tokenizer, sources, progress, report)
-    return bin_path

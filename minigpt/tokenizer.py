@@ -5,16 +5,18 @@
 # %% auto #0
 __all__ = ['SPLIT_PATTERN', 'MAX_TOKEN_BYTES', 'SPECIALS', 'FILE_FORMAT', 'FILE_VERSION', 'MAX_FILE_BYTES', 'merge_pair',
            'split_pieces', 'train_bpe', 'library_text', 'train_library', 'library_merges', 'bpe_encode', 'token_table',
-           'Encoder', 'Codec', 'tokenizer_content', 'TokenizerFile', 'Tokenizer', 'train_tokenizer']
+           'Encoder', 'Codec', 'tokenizer_content', 'part_file', 'TokenizerFile', 'Tokenizer', 'train_tokenizer']
 
 # %% ../nbs/01_tokenizer.ipynb #imports
 import hashlib
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import regex
 import tiktoken
@@ -283,26 +285,41 @@ def _read_content(
         raise ValueError(f"{path}: changed since it was saved (its hash does not match): train the tokenizer again")
     return content
 
+# %% ../nbs/01_tokenizer.ipynb #part-file
+@contextmanager
+def part_file(
+    path: str | Path,     # file to write; a folder that is missing is made
+) -> Iterator[BinaryIO]:  # the open file
+    "A file that gets its name when the block ends well, and vanishes when it does not"
+    path = Path(path)
+    part = path.with_name(f".{path.name}.part-{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(part, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
 # %% ../nbs/01_tokenizer.ipynb #tokenizer-file
 class TokenizerFile:
     "Saving and loading, for a class with `merges` and `specials`"
 
     def save(
         self,
-        path, # file to write; a folder that is missing is made
+        path: str | Path, # file to write; a folder that is missing is made
     ):
-        "Write JSON under a temporary name, then rename: no reader ever sees half a file"
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_bytes(json.dumps(tokenizer_content(self.merges, self.specials)).encode("utf-8"))
-        os.replace(temporary, path)
+        "Write JSON; no reader ever sees half a file"
+        with part_file(path) as file:
+            file.write(json.dumps(tokenizer_content(self.merges, self.specials)).encode("utf-8"))
 
     @classmethod
     def load(
         cls,
-        path, # file written by `save`
-    ):        # the tokenizer
+        path: str | Path, # file written by `save`
+    ):                    # the tokenizer
         "Read a tokenizer; whatever is wrong with the file is one line"
         content = _read_content(Path(path))
         try:

@@ -115,10 +115,10 @@ def check_config(config: GPTConfig) -> None:
         value = getattr(config, field)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{field}={value!r} must be a whole number above 0")
-    if C % H:
-        raise ValueError(f"n_heads={H} does not divide emb_dim={C}: choose {nearest_divisors(H, C)}")
-    if config.head_dim % 2:
-        raise ValueError(f"emb_dim={C} gives heads of odd width {config.head_dim}, RoPE turns pairs: choose a multiple of {2 * H}")
+    if C % 2:
+        raise ValueError(f"emb_dim={C} is odd, but RoPE turns pairs: choose a multiple of {2 * H}")
+    if C // 2 % H:
+        raise ValueError(f"n_heads={H} does not cut emb_dim={C} into heads of even width: choose {nearest_divisors(H, C // 2)}")
     if H % G:
         raise ValueError(f"n_kv_heads={G} does not divide n_heads={H}: choose {nearest_divisors(G, H)}")
     if not 0 <= config.drop_rate < 1:
@@ -217,7 +217,6 @@ def next_token_loss(
     """Cross-entropy, in float32 whatever the model computed in."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
 
-# %% ../nbs/03_transformer.ipynb #pick-token
 def pick_token(
     logits: Tensor,      # (B, V)
     temperature: float,  # 0: the most likely token
@@ -242,7 +241,6 @@ def eval_mode(model: nn.Module):
         for module, training in modes:
             module.training = training
 
-# %% ../nbs/03_transformer.ipynb #check-prompt
 def check_prompt(idx: Tensor, temperature: float) -> None:
     """Refuse what generate cannot continue."""
     if not temperature >= 0:

@@ -275,8 +275,9 @@ def test_eval_mode_restores_after_an_error():
 # ---- errors of the user
 
 @pytest.mark.parametrize("fields, words", [
-    (dict(emb_dim=100, n_heads=12), "n_heads=12 does not divide emb_dim=100: choose 4 or 5 or 10"),
-    (dict(emb_dim=12, n_heads=4), "odd width 3.*multiple of 8"),
+    (dict(emb_dim=100, n_heads=12), "n_heads=12 does not cut emb_dim=100 into heads of even width: choose 2 or 5 or 10"),
+    (dict(emb_dim=12, n_heads=4), "n_heads=4 does not cut emb_dim=12 into heads of even width: choose 2 or 3 or 6"),
+    (dict(emb_dim=15, n_heads=3), "emb_dim=15 is odd.*multiple of 6"),
     (dict(n_heads=12, n_kv_heads=5), "n_kv_heads=5 does not divide n_heads=12: choose"),
     (dict(n_layers=0), "n_layers=0 must be a whole number above 0"),
     (dict(vocab_size=2.0), "vocab_size=2.0 must be a whole number"),
@@ -292,6 +293,16 @@ def test_impossible_configs_are_one_line(fields, words):
     with pytest.raises(ValueError, match=words) as error:
         GPTConfig(**fields)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("fields, field", [
+    (dict(emb_dim=100, n_heads=12), "n_heads"), (dict(emb_dim=12, n_heads=4), "n_heads"), (dict(n_heads=12, n_kv_heads=5), "n_kv_heads"),
+])
+def test_every_number_an_error_offers_is_accepted(fields, field):
+    with pytest.raises(ValueError) as error:
+        GPTConfig(**fields)
+    for offer in str(error.value).split("choose ")[1].split(" or "):
+        GPTConfig(**{**fields, field: int(offer)})
 
 
 def test_too_long_input_is_one_line():
