@@ -7,8 +7,8 @@ __all__ = ['SIZES', 'STRATEGIES', 'CHOICES', 'GROUPS', 'ALIASES', 'ELSEWHERE', '
            'RunArgs', 'option_fields', 'field_types', 'field_help', 'convert', 'known_option', 'read_config', 'env_int',
            'complain', 'OneLineParser', 'build_parser', 'default_text', 'parse_args', 'my_turn', 'prepare_data', 'tell',
            'open_data', 'build_model', 'choose_strategy', 'settle_environment', 'share_cores', 'opening', 'sample',
-           'log_to', 'fresh_folder', 'check_resume', 'check_same_step', 'plan', 'asked_for', 'start', 'build_trainer',
-           'load_run', 'finish', 'job', 'what_is_left', 'known_trouble', 'main']
+           'log_to', 'fresh_folder', 'check_same_step', 'plan', 'asked_for', 'start', 'build_trainer', 'load_run',
+           'finish', 'job', 'what_is_left', 'known_trouble', 'main']
 
 # %% ../nbs/11_launch.ipynb #imports
 import argparse
@@ -17,7 +17,6 @@ import inspect
 import json
 import math
 import os
-import pickle
 import re
 import shlex
 import signal
@@ -262,10 +261,6 @@ def parse_args(
         options |= {name: convert(name, value, f"--{name}") for name, value in given.items()}
         take = lambda cls: cls(**{f.name: options.pop(f.name) for f in fields(cls) if f.name in options})
         run, train = take(RunArgs), take(pretrainer_single.TrainArgs)
-        if not 0 <= train.seed < 2**32:
-            raise ValueError(f"--seed {train.seed}: give a number from 0 to 2**32 - 1")
-        if train.timeout <= 0:
-            raise ValueError(f"--timeout {train.timeout}: give seconds above 0")
     except (ValueError, OSError) as error:
         parser.error(error)
     return run, train, options
@@ -437,21 +432,6 @@ def fresh_folder(
         except FileExistsError:
             pass  # another run began in this very second
 
-# %% ../nbs/11_launch.ipynb #check-resume
-def check_resume(
-    path: str | Path,  # of the checkpoint to go on from
-):
-    "Refuse what is no checkpoint; of another model or text the trainer finds out itself"
-    way_out = "take another --output_dir, or --resume never"
-    if not Path(path).is_file():
-        raise ValueError(f"--resume {path}: no such checkpoint; auto takes the newest of --output_dir, never starts afresh")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads no weights yet
-    except (RuntimeError, EOFError, pickle.UnpicklingError):
-        raise ValueError(f"{path}: damaged, or no checkpoint; {way_out}") from None
-    if not isinstance(state, dict) or not {"model_state", "optimizer_state", "step"} <= set(state):
-        raise ValueError(f"{path}: weights alone, no optimizer_state and step, so training can't go on exactly; {way_out}")
-
 # %% ../nbs/11_launch.ipynb #same-step
 def check_same_step(trainer):
     "All ranks must go on from the same step; a collective"
@@ -526,8 +506,6 @@ def build_trainer(run: RunArgs, train: "pretrainer_single.TrainArgs", options: d
     STRATEGIES[run.strategy](pretrainer_single.Trainer)
     trainer = pretrainer_single.Trainer(model, optimizer, train, device=run.device, about=about)
     trainer.set_dataset(train_set, eval_set)
-    if checkpoint := trainer.checkpoint_to_resume():
-        check_resume(checkpoint)
     if env_int("RANK", 0) == 0:
         about |= pretrain_dataset.baselines(train_set, eval_set) if len(eval_set) else {}
         trainer.log = log_to(train.output_dir, trainer)

@@ -21,7 +21,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# %% ../nbs/04_pretrainer_single.ipynb #imports-libraries
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -140,6 +139,10 @@ class TrainArgs:
             self.min_lr = self.learning_rate / 10
         if not 0 <= self.min_lr <= self.learning_rate or self.learning_rate <= 0:
             raise ValueError(f"--learning_rate {self.learning_rate} --min_lr {self.min_lr}: need 0 <= min_lr <= learning_rate, above 0")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed {self.seed}: give a number from 0 to 2**32 - 1")
+        if self.timeout <= 0:
+            raise ValueError(f"--timeout {self.timeout}: give seconds above 0")
         if not 0 < self.train_ratio <= 1:
             raise ValueError(f"--train_ratio {self.train_ratio}: give a part between 0 and 1, such as 0.97")
 
@@ -284,12 +287,6 @@ class CheckpointFolder:
         found = {int(p.stem.removeprefix("checkpoint-")): p for p in self.folder.glob("checkpoint-*.pth") if p.stem[11:].isdigit()}
         return [found[step] for step in sorted(found) if found[step].with_suffix(".json").exists()]
 
-    def load(self, path: str | Path) -> dict:
-        "Read a checkpoint onto the CPU; tensors and plain Python only, nothing in it is executed"
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"{path}: no such checkpoint; --resume auto takes the newest of the run folder, --resume never starts afresh")
-        return torch.load(path, map_location="cpu", weights_only=True)
-
 # %% ../nbs/04_pretrainer_single.ipynb #checkpoint-folder-save
 @patch_to(CheckpointFolder)
 def save(self, state: dict) -> Path:
@@ -305,6 +302,21 @@ def save(self, state: dict) -> Path:
         old.with_suffix(".json").unlink()
         old.unlink()
     return path
+
+# %% ../nbs/04_pretrainer_single.ipynb #checkpoint-folder-load
+@patch_to(CheckpointFolder)
+def load(self, path: str | Path) -> dict:
+    "Read a checkpoint onto the CPU; tensors and plain Python only, nothing in it is executed"
+    way_out = "--resume auto takes the newest of --output_dir, --resume never starts afresh"
+    if not Path(path).is_file():
+        raise ValueError(f"--resume {path}: no such checkpoint; {way_out}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # on a file that is no checkpoint the unpickler raises almost anything
+        raise ValueError(f"{path}: damaged, or no checkpoint; {way_out}") from None
+    if not isinstance(state, dict) or not {"model_state", "optimizer_state", "step"} <= set(state):
+        raise ValueError(f"{path}: weights alone, no optimizer_state and step, so training can't go on exactly; {way_out}")
+    return state
 
 # %% ../nbs/04_pretrainer_single.ipynb #trainer-init
 class Trainer:
