@@ -395,9 +395,6 @@ def _draw_dropped(ax, lost, label, color, x):
                 ax.plot(at, values, color=color, ls=":", lw=1.2, label=f"{label}: {name.partition('_')[0]}, thrown away by a resume")
 
 # %% ../nbs/05_runlog.ipynb #fonts
-_PLAIN = re.compile(r"Noto Sans|Han Sans|YaHei|PingFang|Hiragino Sans|Hei\b")  # made for screens; to be tried first
-
-
 def font_for(
     text: str,  # all that will be written
 ) -> list | None:  # font families to give matplotlib, or None where no installed font has every character
@@ -409,30 +406,25 @@ def font_for(
     if not missing:
         return [own]
     known = [f for f in font_manager.fontManager.ttflist if not f.name.startswith("Last Resort")]  # that one draws boxes
-    for font in itertools.chain(sorted(known, key=lambda f: not _PLAIN.search(f.name)), _unlisted(font_manager)):
-        if missing <= _characters(font.fname):
-            return [own, font.name]
+    known.sort(key=lambda f: not re.search(r"Noto Sans|Han Sans|YaHei|PingFang|Hiragino Sans|Hei\b", f.name))  # made for screens: first
+    return next(([own, f.name] for f in itertools.chain(known, _unlisted(font_manager)) if missing <= _characters(f.fname)), None)
 
-# %% ../nbs/05_runlog.ipynb #font-helpers
+
 def _characters(path):
     "Code points that a font file draws"
     from matplotlib.ft2font import FT2Font
 
-    try:
+    with contextlib.suppress(OSError, RuntimeError):  # a font file that can't be read has none
         return set(FT2Font(path).get_charmap())
-    except (OSError, RuntimeError):  # a font file this library can't read
-        return set()
+    return set()
 
 
 def _unlisted(font_manager):
     "Fonts installed since matplotlib made its list, added to it one by one"
-    listed = {f.fname for f in font_manager.fontManager.ttflist}
-    for path in sorted(set(font_manager.findSystemFonts()) - listed):
-        try:
+    for path in sorted(set(font_manager.findSystemFonts()) - {f.fname for f in font_manager.fontManager.ttflist}):
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # no font
             font_manager.fontManager.addfont(path)
-        except (OSError, RuntimeError, ValueError):
-            continue
-        yield font_manager.fontManager.ttflist[-1]
+            yield font_manager.fontManager.ttflist[-1]
 
 # %% ../nbs/05_runlog.ipynb #names
 def run_labels(
