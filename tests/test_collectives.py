@@ -39,10 +39,25 @@ def none_left(started, seconds=10):
     return not any(map(alive, started))
 
 
+def together(*launches):
+    "Run these at once: while one imports, the other can, too"
+    threads = [threading.Thread(target=launch) for launch in launches]
+    for t in threads: t.start()
+    for t in threads: t.join()
+
+def may_rename_host():
+    "Have we the right to give a process another host name, in a namespace of its own?"
+    try: return subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode == 0
+    except OSError: return False
+
+def under_a_host_name_that_does_not_resolve(command):
+    return ["unshare", "--uts", "sh", "-c", 'hostname no-such-host.invalid && exec "$@"', "sh", *command]
+
 @pytest.fixture(scope="module")
 def two_jobs(tmp_path_factory):
-    "Two launches at once, with a foreign torchrun first on PATH and a patch made in this process only"
-    folder, logs, threads = tmp_path_factory.mktemp("ok"), {}, []
+    """Two launches at once, with a foreign torchrun first on PATH and a patch made in this process only:
+    a script, and the module itself, this one under a host name that does not resolve"""
+    folder, logs = tmp_path_factory.mktemp("ok"), {}
     job = script(folder, """
         x = torch.tensor([rank + 1.0]); dist.all_reduce(x)
         names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "LOCAL_RANK")
@@ -53,80 +68,100 @@ def two_jobs(tmp_path_factory):
     """)
     fake = folder / "bin"; fake.mkdir()
     (fake / "torchrun").write_text("#!/bin/sh\necho fake torchrun; exit 3\n"); (fake / "torchrun").chmod(0o755)
-    def launch(name, stream):
-        logs[name] = c.run_ranks(job, 2, args=[folder, name, 7], env={"CUDA_VISIBLE_DEVICES": "1,0"}, stream=stream)
+    def launch_command(target, *how, launch_command=c.launch_command, rename=may_rename_host()):
+        command = launch_command(target, *how)
+        return under_a_host_name_that_does_not_resolve(command) if rename and target == "minigpt.collectives" else command
+    def script_job(): logs["script"] = c.run_ranks(job, 2, args=[folder, "a", 7], env={"CUDA_VISIBLE_DEVICES": "1,0"})
+    def module_job(): logs["module"] = c.run_ranks("minigpt.collectives", 2, stream=False)
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as m, redirect_stdout(shown):
         m.setenv("PATH", str(fake) + os.pathsep + os.environ["PATH"])
         m.delenv("OMP_NUM_THREADS", raising=False)
         m.setattr(c, "patched_in_parent", True, raising=False)
-        threads = [threading.Thread(target=launch, args=a) for a in (("a", True), ("b", False))]
-        for t in threads: t.start()
-        for t in threads: t.join()
+        m.setattr(c, "launch_command", launch_command)
+        together(script_job, module_job)
     return logs, shown.getvalue()
 
 def test_p12_p15_two_launches_at_once_both_run(two_jobs):
     "P12, P15: free ports, no collision"
     logs, _ = two_jobs
-    assert set(logs) == {"a", "b"} and all(len(each) == 2 for each in logs.values())
-    assert all("sum=3 world=2 你好" in log and f"args=['{name}', '7']" in log for name, each in logs.items() for log in each)
+    assert set(logs) == {"script", "module"} and all(len(each) == 2 for each in logs.values())
+    assert all("sum=3 world=2 你好" in log and "args=['a', '7']" in log for log in logs["script"])
+    assert all("sum 3 (expected 3)" in log and f"rank {rank} of 2" in log for rank, log in enumerate(logs["module"]))
 
 def test_p21_this_interpreter_not_the_torchrun_on_path(two_jobs):
     "P21: sys.executable -m torch.distributed.run"
-    assert all(f"python={sys.executable}" in log for log in two_jobs[0]["a"])
+    assert all(f"python={sys.executable}" in log for log in two_jobs[0]["script"])
 
 def test_p25_threads_shared_and_no_banner(two_jobs):
     "P25: OMP_NUM_THREADS is cores / processes, so torchrun prints no banner"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert all(f"OMP_NUM_THREADS={max(1, cores // 2)}" in log and "Setting OMP" not in log for log in two_jobs[0]["a"])
+    assert all(f"OMP_NUM_THREADS={max(1, cores // 2)}" in log and "Setting OMP" not in log for log in two_jobs[0]["script"])
 
 def test_p26_group_left_on_every_path(two_jobs):
     "P26: normal end and early exit of one rank leave no warning"
-    assert not any("destroy_process_group" in log for log in two_jobs[0]["a"])
+    assert not any("destroy_process_group" in log for log in two_jobs[0]["script"])
 
 def test_n05_cards_chosen_before_the_process_starts(two_jobs):
     "N05: env= reaches the ranks before any CUDA call of theirs"
-    assert all("CUDA_VISIBLE_DEVICES=1,0" in log for log in two_jobs[0]["a"])
+    assert all("CUDA_VISIBLE_DEVICES=1,0" in log for log in two_jobs[0]["script"])
 
 def test_n08_patches_of_the_page_are_not_in_the_ranks(two_jobs):
     "N08: a patch made in this process does not exist in a rank"
-    assert all("patched=False" in log for log in two_jobs[0]["a"])
+    assert all("patched=False" in log for log in two_jobs[0]["script"])
 
 def test_stream_shows_rank_0_once_and_logs_keep_both_streams(two_jobs):
     logs, shown = two_jobs
     assert shown.count("sum=3") == 1 and "LOCAL_RANK=0" in shown and "to stderr" not in shown
-    assert all("to stderr" in log and f"LOCAL_RANK={rank}" in log for rank, log in enumerate(logs["a"]))
+    assert all("to stderr" in log and f"LOCAL_RANK={rank}" in log for rank, log in enumerate(logs["script"]))
 
 
-def test_p06_first_failing_ranks_own_error(tmp_path):
+@pytest.fixture(scope="module")
+def two_failures(tmp_path_factory):
+    "Two launches at once in which rank 1 fails, by an error of its own and by a signal: name -> RankError, and the ranks' pids"
+    folders, errors = {name: tmp_path_factory.mktemp(name) for name in ("raises", "killed")}, {}
+    ways = dict(raises='raise ValueError("bad batch at step 3")', killed="os.kill(os.getpid(), signal.SIGKILL)")
+    def launch(name):
+        job = script(folders[name], f"""
+            note("rank")
+            if rank == 1: {ways[name]}
+            dist.all_reduce(torch.ones(1))
+        """)
+        with pytest.raises(c.RankError) as e: c.run_ranks(job, 2, args=[folders[name]], timeout=60, stream=False)
+        errors[name] = e.value
+    together(lambda: launch("raises"), *[lambda: launch("killed")] * (sys.platform != "win32"))
+    return errors, {name: pids(folder, "rank") for name, folder in folders.items()}
+
+def test_p06_first_failing_ranks_own_error(two_failures):
     "P06, P26: rank 1 raises, rank 0 only sees the connection go"
-    job = script(tmp_path, """
-        note("rank")
-        if rank == 1: raise ValueError("bad batch at step 3")
-        dist.all_reduce(torch.ones(1))
-    """)
-    begin = time.monotonic()
-    with pytest.raises(c.RankError) as e: c.run_ranks(job, 2, args=[tmp_path], stream=False)
-    assert str(e.value) == "rank 1: ValueError: bad batch at step 3" and e.value.rank == 1
-    assert e.value.log.count("ValueError: bad batch") == 1 and "Connection closed" not in e.value.log
-    assert len(e.value.logs) == 2 and time.monotonic() - begin < 60
-    assert not any("destroy_process_group" in log for log in e.value.logs)
-    assert none_left(pids(tmp_path, "rank"))
+    error, started = two_failures[0]["raises"], two_failures[1]["raises"]
+    assert str(error) == "rank 1: ValueError: bad batch at step 3" and error.rank == 1
+    assert error.log.count("ValueError: bad batch") == 1 and "Connection closed" not in error.log
+    assert len(error.logs) == 2 and not any("destroy_process_group" in log for log in error.logs)
+    assert len(started) == 2 and none_left(started)
 
 @posix
-def test_a_killed_rank_is_named_with_its_signal(tmp_path):
+def test_a_killed_rank_is_named_with_its_signal(two_failures):
     "As the system does when memory runs out"
-    job = script(tmp_path, """
-        note("rank")
-        if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(torch.ones(1))
-    """)
-    with pytest.raises(c.RankError, match="^rank 1: ended by SIGKILL") as e: c.run_ranks(job, 2, args=[tmp_path], stream=False)
-    assert e.value.rank == 1 and none_left(pids(tmp_path, "rank"))
+    error, started = two_failures[0]["killed"], two_failures[1]["killed"]
+    assert str(error).startswith("rank 1: ended by SIGKILL") and error.rank == 1
+    assert len(started) == 2 and none_left(started)
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    "A page whose ranks never end (they need no torch, so they start soon), in a process of its own: for Ctrl-C"
+    folder = tmp_path_factory.mktemp("page")
+    job = folder / "sleep.py"
+    job.write_text("import os, sys, time\nopen(f\"{sys.argv[1]}/rank-{os.environ['RANK']}\", 'w').write(str(os.getpid()))\ntime.sleep(300)\n")
+    code = f"import minigpt.collectives as c; c.run_ranks({str(job)!r}, 2, args=[{str(folder)!r}])"
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        yield process, folder
+        if process.poll() is None:
+            for pid in [*c.children(process.pid), process.pid]: os.kill(pid, signal.SIGKILL)
 
 @posix
-def test_time_out_tells_where_each_rank_stood_and_leaves_no_orphan(tmp_path, monkeypatch):
-    "The time-out starts to count when both ranks are where they hang, so that a busy machine changes nothing"
+def test_time_out_tells_where_each_rank_stood_and_leaves_no_orphan(tmp_path, monkeypatch, page):
+    "The time-out starts to count when both ranks are where they hang, so that a busy machine changes nothing (`page` starts meanwhile)"
     def follow(launcher, log_dir, timeout, stream, follow=c.follow):
         until = time.monotonic() + 60
         while len(pids(tmp_path, "rank")) < 3 and time.monotonic() < until: time.sleep(0.1)
@@ -146,27 +181,20 @@ def test_time_out_tells_where_each_rank_stood_and_leaves_no_orphan(tmp_path, mon
     assert e.value.rank is None and len(pids(tmp_path, "rank")) == 3 and none_left(pids(tmp_path, "rank"))
 
 @posix
-def test_p28_interrupt_twice_leaves_no_process(tmp_path):
+def test_p28_interrupt_twice_leaves_no_process(page):
     "P28: Ctrl-C on the page, and again during the clean-up"
-    job = script(tmp_path, 'note("rank"); time.sleep(300)')
-    page = f"import minigpt.collectives as c; c.run_ranks({str(job)!r}, 2, args=[{str(tmp_path)!r}])"
-    process = subprocess.Popen([sys.executable, "-c", page], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process, folder = page
     until = time.monotonic() + 60
-    while len(pids(tmp_path, "rank")) < 2 and time.monotonic() < until: time.sleep(0.1)
-    started = pids(tmp_path, "rank") + c.children(process.pid)
+    while len(pids(folder, "rank")) < 2 and time.monotonic() < until: time.sleep(0.1)
+    started = pids(folder, "rank") + c.children(process.pid)
     process.send_signal(signal.SIGINT); time.sleep(0.2); process.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in process.communicate(timeout=30)[1]
     assert len(started) >= 5 and none_left(started)
 
-def test_p16_p18_host_name_that_does_not_resolve():
+def test_p16_p18_host_name_that_does_not_resolve(two_jobs):
     "P16, P18: ranks of one machine meet on the loopback interface whatever the host is called"
-    page = "import minigpt.collectives as c; print(c.run_ranks('minigpt.collectives', 2, stream=False)[1])"
-    inside = f'hostname no-such-host.invalid && exec "{sys.executable}" -c "{page}"'
-    try: tried = subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode
-    except OSError: tried = 1
-    if tried: pytest.skip("needs the right to rename the host in a namespace")
-    done = subprocess.run(["unshare", "--uts", "sh", "-c", inside], capture_output=True, text=True, timeout=60)
-    assert "rank 1 of 2" in done.stdout and "host no-such-host.invalid" in done.stdout and "sum 3 (expected 3)" in done.stdout, done.stderr
+    if not may_rename_host(): pytest.skip("needs the right to rename the host in a namespace")
+    assert all("host no-such-host.invalid" in log and "sum 3 (expected 3)" in log for log in two_jobs[0]["module"])
 
 
 def test_p20_windows_switches_libuv_off():

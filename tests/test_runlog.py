@@ -177,6 +177,19 @@ def test_l05_junk_is_counted_not_raised(tmp_path, name):
     assert "2 of 4 records not finite" in health_line(events)
 
 
+@pytest.mark.parametrize("junk", [
+    '{"event": "note", "nonfinite": null}', '{"event": "note", "nonfinite": [[1]]}', '{"event": "train", "step": 1, "train_loss": "low"}',
+    '{"event": "train", "step": 1, "train_loss": 1, "nonfinite": ["step"]}', '{"event": "start", "step": 0, "baselines": [1]}', '{"a":' * 100_000, "5",
+    "train use time: 1.2.3min", f"2026-01-05 09:30:01 lr=1, train_loss: 1, steps: {'9' * 5000}/9", "x" * 1_000_000, "a " * 300_000,
+    '{"event": "note", "rank": "a"}', f"[rank {'9' * 5000}] ", '{"event": "train", "step": 1, "train_loss": 1, "tokens": "many"}',
+], ids=lambda junk: junk[:40])  # fmt: skip
+def test_l05_what_other_programs_write_is_ignored_quickly(junk):
+    begin = time.monotonic()
+    events = parse_log(junk + "\n")
+    assert events == [] and events.ignored == 1 and time.monotonic() - begin < 10
+    assert run_baselines([dict(event="start", baselines=dict(bigram="low"))]) == {}
+
+
 def test_l05_empty_files_and_every_cut_of_a_log(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     assert read_run(tmp_path) == [] and health_line(read_run(tmp_path)) == "nothing measured yet"
