@@ -163,10 +163,10 @@ def read_stream(
     rank: int,
     stream: str,          # "stdout" or "stderr"
 ) -> str:
-    "What one rank wrote so far, without the `[rank1]:` that torch puts before tracebacks"
+    "What one rank wrote so far, without the `[rank1]:` that torch puts before tracebacks, once per group made"
     path = rank_file(log_dir, rank, stream)
     text = path.read_text(encoding="utf-8", errors="replace") if path else ""
-    return re.sub(rf"^\[rank{rank}\]: ?", "", text, flags=re.M)
+    return re.sub(rf"^(\[rank{rank}\]: ?)+", "", text, flags=re.M)
 
 # %% ../nbs/08_collectives.ipynb #follow
 def read_from(path: Path, position: int) -> bytes:

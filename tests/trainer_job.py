@@ -1,6 +1,6 @@
 """A small training job for the trainer's tests, built alike in this process and in every rank.
 
-Run under torchrun with a case and a folder, it is what the ranks of test_ddp.py do.
+Run under torchrun with a folder and five free ports, it is what the ranks of test_ddp.py do.
 """
 import os
 import sys
@@ -149,19 +149,13 @@ def refusals(folder, rank):
     return said
 
 
-def all_cases(folder, port):
+def all_cases(folder, rank, world, port):
+    "Everything in one group, which outlives its trainers; what each of them told goes to a file"
     from minigpt.collectives import process_group
-    from minigpt.ddp import patch_ddp
 
-    torch.set_num_threads(1)
-    patch_ddp(Trainer)
-    # the trainer's own group first, left again at the end; its events as lines
-    trainer = make_trainer(folder / "own", train_batch_size=4, max_steps=3, log=print_event)
-    trainer.train()
-    left = not torch.distributed.is_initialized()
     os.environ["MASTER_PORT"] = port
-    with process_group() as (rank, world_size):
-        share = 12 // world_size
+    share = 12 // world
+    with process_group():
         told = {name: train_and_tell(make_trainer(folder / name, **case(share))) for name, case in EQUAL_CASES.items()}
         told["epochs"] = train_and_tell(make_trainer(folder / "epochs", train_batch_size=share, num_train_epochs=3))
         told["first"] = first_weights(folder / "first", rank)
@@ -170,20 +164,25 @@ def all_cases(folder, port):
         told["dropout"] = noise(folder / "dropout")
         told["resumed"] = resumed(folder / "resumed")
         told["refusals"] = refusals(folder / "refusals", rank)
-        told["left own group"] = left
-        torch.save(told, folder / f"rank-{rank}.pt")
+    return told
 
 
-def fail(folder):
+def own_group(folder, port):
+    "The trainer makes its group and leaves it; its events as lines"
+    os.environ["MASTER_PORT"] = port
+    make_trainer(folder, train_batch_size=4, max_steps=3, log=print_event).train()
+    return not torch.distributed.is_initialized()
+
+
+def fail(folder, port):
     "Rank 1 fails in its third step"
-    from minigpt.ddp import patch_ddp
-
-    patch_ddp(Trainer)
-    trainer = make_trainer(folder, train_batch_size=4, timeout=60)
+    os.environ["MASTER_PORT"] = port
+    trainer = make_trainer(folder / "fail", train_batch_size=4, timeout=60)
     plain = trainer.optimizer_step
 
     def optimizer_step():
         if trainer.rank == 1 and trainer.step == 2:
+            (folder / "failed").touch()
             raise RuntimeError("the third step is bad")
         plain()
 
@@ -191,6 +190,25 @@ def fail(folder):
     trainer.train()
 
 
+def main(folder, *ports):
+    "Three processes take all cases, then two of them; these end with an error of rank 1"
+    before = dict(vars(Trainer))
+    from minigpt.ddp import patch_ddp
+
+    patched_by_import = vars(Trainer) != before
+    torch.set_num_threads(1)
+    patch_ddp(Trainer)
+    rank = int(os.environ["RANK"])
+    for world, own, shared in ((3, *ports[:2]), (2, *ports[2:4])):
+        if rank >= world:
+            return
+        os.environ |= dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        print(f"world of {world}", flush=True)
+        left = own_group(folder / f"{world}/own", own)
+        told = all_cases(folder / str(world), rank, world, shared)
+        torch.save(told | {"left own group": left, "patched by import": patched_by_import}, folder / f"{world}/rank-{rank}.pt")
+    fail(folder, ports[4])
+
+
 if __name__ == "__main__":
-    case, folder = sys.argv[1], Path(sys.argv[2])
-    all_cases(folder, *sys.argv[3:]) if case == "all" else fail(folder)
+    main(Path(sys.argv[1]), *sys.argv[2:])
