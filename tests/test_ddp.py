@@ -95,6 +95,11 @@ def test_adamw_equals_within_its_own_tolerance(ranks, alone):
     assert losses(ranks.told[0]["adamw"]["events"]) == pytest.approx(losses(alone["adamw"].events), abs=1e-4)
 
 
+def test_accumulation_exchanges_once_a_step(ranks):
+    "The one bucket of this small model travels with the last micro-batch only"
+    assert ranks.of("exchanges") == [2] * ranks.world
+
+
 def test_p36_weights_are_equal_on_all_ranks(ranks):
     "P36: to the last bit, with and without accumulation, also when the dropout differs"
     for name in [*EQUAL_CASES, "epochs", "dropout"]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import Dataset
 
 from minigpt.pretrainer_single import TrainArgs, Trainer, print_event
@@ -96,8 +97,9 @@ def train_and_tell(trainer):
     parts = spy_on_sums(trainer)
     trainer.train()
     return dict(
-        events=trainer.events, weights=weights(trainer), parts=parts, seen=trainer.train_set.seen, eval_seen=trainer.eval_set.seen if trainer.eval_set else [],
-        steps=trainer.step, text=trainer.predict(torch.tensor([[3]]), 5, temperature=0).tolist(),
+        events=trainer.events, weights=weights(trainer), parts=parts, seen=trainer.train_set.seen,
+        eval_seen=trainer.eval_set.seen if trainer.eval_set else [], steps=trainer.step,
+        text=trainer.predict(torch.tensor([[3]]), 5, temperature=0).tolist(),
     )  # fmt: skip
 
 
@@ -132,6 +134,20 @@ def resumed(folder):
     return dict(whole=weights(whole), half=weights(half), rng_states=len(torch.load(folder / "checkpoint-6.pth")["rng_states"]))
 
 
+def exchanges(folder):
+    "How often gradients travelled in two steps of three micro-batches"
+    trainer, sent = make_trainer(folder, train_batch_size=2, accumulate=3, max_steps=2), []
+    trainer.setup()
+
+    def send(sent, bucket):
+        sent.append(bucket.index())
+        return allreduce_hook(None, bucket)
+
+    trainer.model.register_comm_hook(sent, send)
+    trainer.train()
+    return len(sent)
+
+
 def refusals(folder, rank):
     "What ranks say that were given different things, or too few windows"
     given = {
@@ -163,6 +179,7 @@ def all_cases(folder, rank, world, port):
         told["no window"] = train_and_tell(make_trainer(folder / "none", train_batch_size=share, evaluation=0))
         told["dropout"] = noise(folder / "dropout")
         told["resumed"] = resumed(folder / "resumed")
+        told["exchanges"] = exchanges(folder / "exchanges")
         told["refusals"] = refusals(folder / "refusals", rank)
     return told
 
