@@ -15,12 +15,10 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-# %% ../nbs/10_ddp.ipynb #imports-torch
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-# %% ../nbs/10_ddp.ipynb #imports-minigpt
 from .collectives import rank_env
 from .pretrainer_single import patch_strategy, rng_state
 
@@ -88,7 +86,7 @@ def check_agreement(self):
     everyone = [None] * self.world_size
     dist.all_gather_object(everyone, mine)
     for name in mine:
-        by_rank = [other[name] for other in everyone]
+        by_rank = [other.get(name) for other in everyone]
         if any(value != by_rank[0] for value in by_rank):
             raise ValueError(f"ranks differ in {name}, by rank: {by_rank}; start all with the same command, the same files and run folder")
 

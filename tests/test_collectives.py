@@ -140,6 +140,13 @@ def test_p06_first_failing_ranks_own_error(two_failures):
     assert len(error.logs) == 2 and not any("destroy_process_group" in log for log in error.logs)
     assert len(started) == 2 and none_left(started)
 
+def test_each_groups_prefix_goes(tmp_path):
+    "torch puts `[rank1]: ` before a traceback once for every group that the process has made"
+    path = tmp_path / "none" / "attempt_0" / "1" / "stderr.log"
+    path.parent.mkdir(parents=True)
+    path.write_text("[rank1]: [rank1]: Traceback (most recent call last):\n[rank1]: [rank1]:   File x\n[rank1]: [rank1]: ValueError: bad\n")
+    assert c.own_error(c.read_stream(tmp_path, 1, "stderr")) == "ValueError: bad"
+
 @posix
 def test_a_killed_rank_is_named_with_its_signal(two_failures):
     "As the system does when memory runs out"

@@ -1,12 +1,13 @@
 """A small training job for the trainer's tests, built alike in this process and in every rank.
 
-Run under torchrun with a case and a folder, it is what the ranks of test_ddp.py do.
+Run under torchrun with a folder and five free ports, it is what the ranks of test_ddp.py do.
 """
 import os
 import sys
 from pathlib import Path
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import Dataset
 
 from minigpt.pretrainer_single import TrainArgs, Trainer, print_event
@@ -96,8 +97,9 @@ def train_and_tell(trainer):
     parts = spy_on_sums(trainer)
     trainer.train()
     return dict(
-        events=trainer.events, weights=weights(trainer), parts=parts, seen=trainer.train_set.seen, eval_seen=trainer.eval_set.seen if trainer.eval_set else [],
-        steps=trainer.step, text=trainer.predict(torch.tensor([[3]]), 5, temperature=0).tolist(),
+        events=trainer.events, weights=weights(trainer), parts=parts, seen=trainer.train_set.seen,
+        eval_seen=trainer.eval_set.seen if trainer.eval_set else [], steps=trainer.step,
+        text=trainer.predict(torch.tensor([[3]]), 5, temperature=0).tolist(),
     )  # fmt: skip
 
 
@@ -132,6 +134,20 @@ def resumed(folder):
     return dict(whole=weights(whole), half=weights(half), rng_states=len(torch.load(folder / "checkpoint-6.pth")["rng_states"]))
 
 
+def exchanges(folder):
+    "How often gradients travelled in two steps of three micro-batches"
+    trainer, sent = make_trainer(folder, train_batch_size=2, accumulate=3, max_steps=2), []
+    trainer.setup()
+
+    def send(sent, bucket):
+        sent.append(bucket.index())
+        return allreduce_hook(None, bucket)
+
+    trainer.model.register_comm_hook(sent, send)
+    trainer.train()
+    return len(sent)
+
+
 def refusals(folder, rank):
     "What ranks say that were given different things, or too few windows"
     given = {
@@ -149,19 +165,13 @@ def refusals(folder, rank):
     return said
 
 
-def all_cases(folder, port):
+def all_cases(folder, rank, world, port):
+    "Everything in one group, which outlives its trainers; what each of them told goes to a file"
     from minigpt.collectives import process_group
-    from minigpt.ddp import patch_ddp
 
-    torch.set_num_threads(1)
-    patch_ddp(Trainer)
-    # the trainer's own group first, left again at the end; its events as lines
-    trainer = make_trainer(folder / "own", train_batch_size=4, max_steps=3, log=print_event)
-    trainer.train()
-    left = not torch.distributed.is_initialized()
     os.environ["MASTER_PORT"] = port
-    with process_group() as (rank, world_size):
-        share = 12 // world_size
+    share = 12 // world
+    with process_group():
         told = {name: train_and_tell(make_trainer(folder / name, **case(share))) for name, case in EQUAL_CASES.items()}
         told["epochs"] = train_and_tell(make_trainer(folder / "epochs", train_batch_size=share, num_train_epochs=3))
         told["first"] = first_weights(folder / "first", rank)
@@ -169,21 +179,27 @@ def all_cases(folder, port):
         told["no window"] = train_and_tell(make_trainer(folder / "none", train_batch_size=share, evaluation=0))
         told["dropout"] = noise(folder / "dropout")
         told["resumed"] = resumed(folder / "resumed")
+        told["exchanges"] = exchanges(folder / "exchanges")
         told["refusals"] = refusals(folder / "refusals", rank)
-        told["left own group"] = left
-        torch.save(told, folder / f"rank-{rank}.pt")
+    return told
 
 
-def fail(folder):
+def own_group(folder, port):
+    "The trainer makes its group and leaves it; its events as lines"
+    os.environ["MASTER_PORT"] = port
+    make_trainer(folder, train_batch_size=4, max_steps=3, log=print_event).train()
+    return not torch.distributed.is_initialized()
+
+
+def fail(folder, port):
     "Rank 1 fails in its third step"
-    from minigpt.ddp import patch_ddp
-
-    patch_ddp(Trainer)
-    trainer = make_trainer(folder, train_batch_size=4, timeout=60)
+    os.environ["MASTER_PORT"] = port
+    trainer = make_trainer(folder / "fail", train_batch_size=4, timeout=60)
     plain = trainer.optimizer_step
 
     def optimizer_step():
         if trainer.rank == 1 and trainer.step == 2:
+            (folder / "failed").touch()
             raise RuntimeError("the third step is bad")
         plain()
 
@@ -191,6 +207,25 @@ def fail(folder):
     trainer.train()
 
 
+def main(folder, *ports):
+    "Three processes take all cases, then two of them; these end with an error of rank 1"
+    before = dict(vars(Trainer))
+    from minigpt.ddp import patch_ddp
+
+    patched_by_import = vars(Trainer) != before
+    torch.set_num_threads(1)
+    patch_ddp(Trainer)
+    rank = int(os.environ["RANK"])
+    for world, own, shared in ((3, *ports[:2]), (2, *ports[2:4])):
+        if rank >= world:
+            return
+        os.environ |= dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+        print(f"world of {world}", flush=True)
+        left = own_group(folder / f"{world}/own", own)
+        told = all_cases(folder / str(world), rank, world, shared)
+        torch.save(told | {"left own group": left, "patched by import": patched_by_import}, folder / f"{world}/rank-{rank}.pt")
+    fail(folder, ports[4])
+
+
 if __name__ == "__main__":
-    case, folder = sys.argv[1], Path(sys.argv[2])
-    all_cases(folder, *sys.argv[3:]) if case == "all" else fail(folder)
+    main(Path(sys.argv[1]), *sys.argv[2:])
