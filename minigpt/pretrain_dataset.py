@@ -226,7 +226,7 @@ def _read_files(files: list[Path], content_key: str, on_bad: str, encoding: str,
     def bad(path: Path, number: int, fault: str):
         message = f"{path}, line {number}: {fault}"
         if on_bad == "stop":
-            raise ValueError(f"{message} (or leave such lines out: on_bad='skip')")
+            raise ValueError(f"{message} (or leave such lines out: --on_bad skip)")
         report.skipped += 1
         report.first_bad = report.first_bad or message
 
@@ -535,12 +535,15 @@ def load_sidecar(
         meta = json.loads(sidecar_path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} has no {sidecar_path(path).name} beside it, so it may be half-written: prepare it anew") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{sidecar_path(path)} is not JSON ({error}): prepare the data anew") from None
     if not isinstance(meta, dict) or (meta.get("format"), meta.get("version")) != (FORMAT, VERSION):
         raise ValueError(f"{sidecar_path(path)} is not a {FORMAT} version {VERSION} sidecar: prepare the data anew")
-    if missing := {"dtype", "count", "vocab_size", "tokenizer_hash", "sha256", "sources"} - set(meta):
-        raise ValueError(f"{sidecar_path(path)} lacks {', '.join(sorted(missing))}: prepare the data anew")
+    wanted = dict(dtype=str, count=int, vocab_size=int, tokenizer=str, tokenizer_hash=str, sha256=str, sources=list)
+    if wrong := [key for key, kind in wanted.items() if type(meta.get(key)) is not kind]:
+        raise ValueError(f"{sidecar_path(path)} has no good {', '.join(wrong)}: prepare the data anew")
+    if meta["dtype"] not in ("<u2", "<u4"):
+        raise ValueError(f"{sidecar_path(path)} says dtype {meta['dtype']!r}, not <u2 or <u4: prepare the data anew")
     size, expected = path.stat().st_size, meta["count"] * np.dtype(meta["dtype"]).itemsize
     if size != expected:
         raise ValueError(f"{path} has {size} bytes, its sidecar says {meta['count']} tokens = {expected} bytes: prepare it anew")

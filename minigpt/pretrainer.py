@@ -7,12 +7,13 @@ __all__ = ['SIZES', 'STRATEGIES', 'CHOICES', 'GROUPS', 'ALIASES', 'ELSEWHERE', '
            'RunArgs', 'option_fields', 'field_types', 'field_help', 'convert', 'known_option', 'read_config', 'env_int',
            'complain', 'OneLineParser', 'build_parser', 'default_text', 'parse_args', 'my_turn', 'prepare_data', 'tell',
            'open_data', 'build_model', 'choose_strategy', 'settle_environment', 'share_cores', 'opening', 'sample',
-           'log_to', 'fresh_folder', 'check_same_step', 'plan', 'asked_for', 'start', 'build_trainer', 'load_run',
-           'finish', 'job', 'what_is_left', 'known_trouble', 'main']
+           'log_to', 'sole_use', 'fresh_folder', 'check_same_step', 'plan', 'asked_for', 'start', 'build_trainer',
+           'load_run', 'finish', 'job', 'what_is_left', 'known_trouble', 'main']
 
 # %% ../nbs/11_launch.ipynb #imports
 import argparse
 import difflib
+import hashlib
 import inspect
 import json
 import math
@@ -22,6 +23,7 @@ import shlex
 import signal
 import socket
 import sys
+import tempfile
 import time
 import warnings
 from contextlib import contextmanager, suppress
@@ -122,7 +124,10 @@ def convert(
             return None
         raise ValueError(f"{where.rstrip(':')}: give a value, or leave the option out")
     if kind is list:
-        return [str(item) for item in value] if isinstance(value, list) else [str(value)]
+        items = [str(item) for item in (value if isinstance(value, list) else [value])]
+        if not all(items):
+            raise ValueError(f"{where.rstrip(':')}: an empty name; give a path, or leave the option out")
+        return items
     try:
         return _parse(kind, value)
     except (KeyError, ValueError, OverflowError):
@@ -171,7 +176,7 @@ def read_config(
         raise ValueError(f"--config {path}: no such file in {Path.cwd()}") from None
     except UnicodeDecodeError:
         raise ValueError(f"--config {path}: not a text file in UTF-8") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         raise ValueError(f"{path}{f', line {mark.line + 1}' if mark else ''}: not YAML: {getattr(error, 'problem', error)}") from None
     if not isinstance(content, dict):
@@ -197,7 +202,7 @@ def complain(
     if rank:
         time.sleep(5)
     if isinstance(message, OSError) and message.strerror:
-        message = f"{message.filename}: {message.strerror}"
+        message = ": ".join(str(part) for part in (message.filename, message.strerror) if part)
     print("pretrainer.py:" + (f" [rank {rank}]" if rank else ""), " ".join(str(message).split()), file=sys.stderr, flush=True)
 
 
@@ -321,6 +326,8 @@ def open_data(
     path = prepare_data(run, wanted["vocab_size"])
     dataset = pretrain_dataset.PretrainBinaryDataset(path, wanted["context_length"])
     words = tokenizer.Tokenizer.load(path.parent / dataset.meta["tokenizer"])
+    if words.hash != dataset.meta["tokenizer_hash"]:
+        raise ValueError(f"{path.parent / dataset.meta['tokenizer']}: not the tokenizer that {path} was made with; prepare the data anew")
     return dataset, *pretrain_dataset.split_dataset(dataset, train.train_ratio, train.seed), words
 
 # %% ../nbs/11_launch.ipynb #build-model
@@ -417,6 +424,20 @@ def log_to(
 
     return log
 
+# %% ../nbs/11_launch.ipynb #sole-use
+def sole_use(
+    folder: str | Path,  # the run's own
+) -> FileLock:  # rank 0 holds it until it releases it or ends, however it ends
+    "Two runs must not write one folder: the second is refused"
+    name = hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:16]
+    lock = FileLock(Path(tempfile.gettempdir()) / f"minigpt-run-{name}.lock")  # outside: an empty run folder stays empty
+    try:
+        if env_int("RANK", 0) == 0:
+            lock.acquire(blocking=False)
+    except Timeout:
+        raise ValueError(f"--output_dir {folder}: another run is writing there; wait for it, or give another folder") from None
+    return lock
+
 # %% ../nbs/11_launch.ipynb #fresh-folder
 def fresh_folder(
     parent: str = "runs",  # in the working directory
@@ -506,6 +527,7 @@ def build_trainer(run: RunArgs, train: "pretrainer_single.TrainArgs", options: d
     STRATEGIES[run.strategy](pretrainer_single.Trainer)
     trainer = pretrainer_single.Trainer(model, optimizer, train, device=run.device, about=about)
     trainer.set_dataset(train_set, eval_set)
+    trainer.folder_lock = sole_use(train.output_dir)
     if env_int("RANK", 0) == 0:
         about |= pretrain_dataset.baselines(train_set, eval_set) if len(eval_set) else {}
         trainer.log = log_to(train.output_dir, trainer)
@@ -560,17 +582,18 @@ def job(
         trainer, words = build_trainer(run, train, options)
     except (ValueError, OSError) as error:
         complain(error)
-        with suppress(OSError):  # an empty run folder tells nothing
+        with suppress(OSError, ValueError):  # an empty run folder tells nothing
             Path(train.output_dir or "runs").rmdir()
         return 2
     try:
         sample(trainer, words, run.prompt, run.sample_tokens)
         trainer.train()
+        sample(trainer, words, run.prompt, run.sample_tokens)
+        if trainer.is_main_process:
+            finish(trainer)
     finally:
         trainer.cleanup()
-    sample(trainer, words, run.prompt, run.sample_tokens)
-    if trainer.is_main_process:
-        finish(trainer)
+        trainer.folder_lock.release()
     return 0
 
 # %% ../nbs/11_launch.ipynb #what-is-left
@@ -586,10 +609,10 @@ def what_is_left(
 # %% ../nbs/11_launch.ipynb #known-trouble
 def known_trouble(
     error: Exception,  # that ended the training
-) -> str | None:  # one line; None for a bug of ours, which deserves its traceback
+) -> str | Exception | None:  # what to tell in one line; None for a bug of ours, which deserves its traceback
     "What a user can do about an error that training may meet"
-    if isinstance(error, FloatingPointError):
-        return str(error)
+    if isinstance(error, (FloatingPointError, OSError)):
+        return error
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return "out of memory: halve --train_batch_size and double --accumulate, or give a smaller --context_length or --size"
     if collectives.BYSTANDER.search(str(error)):
@@ -614,7 +637,9 @@ def main(
         if env_int("RANK", 0) == 0:
             complain(f"interrupted; {what_is_left(train.output_dir)}")
         return 130
-    except (RuntimeError, FloatingPointError) as error:
+    except (RuntimeError, FloatingPointError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # whoever read our output has left: nothing more can be said
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not (text := known_trouble(error)):
             raise
         complain(text)

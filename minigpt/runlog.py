@@ -523,7 +523,7 @@ def health_line(
         return "nothing measured yet"
     parts, last = [f"step {rows[-1]['step']}"], finite[-1] if finite else {}
     if finite:
-        name = "eval_loss" if "eval_loss" in last else "train_loss"
+        name = "eval_loss" if last.get("eval_loss") is not None else "train_loss"
         behind = f" (at step {last['step']})" if last is not rows[-1] else ""
         parts.append(f"{name} {last[name]:.4g}{behind}")
         parts += [f"{last[name] - nats:+.3g} to {BASELINES[line]}" for line, nats in run_baselines(events).items()]

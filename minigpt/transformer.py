@@ -113,8 +113,8 @@ def check_config(config: GPTConfig) -> None:
     C, H, G = config.emb_dim, config.n_heads, config.n_kv_heads
     for field in ("vocab_size", "context_length", "emb_dim", "n_layers", "n_heads", "n_kv_heads"):
         value = getattr(config, field)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{field}={value!r} must be a whole number above 0")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 24:
+            raise ValueError(f"{field}={value!r} must be a whole number above 0 and below {1 << 24:,}")
     if C % 2:
         raise ValueError(f"emb_dim={C} is odd, but RoPE turns pairs: choose a multiple of {2 * H}")
     if C // 2 % H:

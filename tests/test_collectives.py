@@ -145,7 +145,7 @@ def test_each_groups_prefix_goes(tmp_path):
     path = tmp_path / "none" / "attempt_0" / "1" / "stderr.log"
     path.parent.mkdir(parents=True)
     path.write_text("[rank1]: [rank1]: Traceback (most recent call last):\n[rank1]: [rank1]:   File x\n[rank1]: [rank1]: ValueError: bad\n")
-    assert c.own_error(c.read_stream(tmp_path, 1, "stderr")) == "ValueError: bad"
+    assert c._own_error(c.read_stream(tmp_path, 1, "stderr")) == "ValueError: bad"
 
 @posix
 def test_a_killed_rank_is_named_with_its_signal(two_failures):

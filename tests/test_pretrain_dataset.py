@@ -57,7 +57,7 @@ def token_file(path, tokens, vocab_size=300, dtype="<u2"):
     "A token file made by hand, with the sidecar that belongs to it"
     array = np.asarray(tokens, dtype=dtype)
     path.write_bytes(array.tobytes())
-    sidecar = dict(format=data.FORMAT, version=data.VERSION, dtype=dtype, count=len(array), vocab_size=vocab_size,
+    sidecar = dict(format=data.FORMAT, version=data.VERSION, tokenizer="x.tokenizer.json", dtype=dtype, count=len(array), vocab_size=vocab_size,
                    tokenizer_hash="t", sha256="s", sources=[])
     path.with_suffix(".json").write_text(json.dumps(sidecar))
     return path
@@ -447,7 +447,8 @@ def test_broken_token_files_are_refused_in_one_line(tmp_path):
         (lambda: path.with_suffix(".json").write_text("{"), "JSON"),
         (lambda: path.with_suffix(".json").write_text('{"format": "other"}'), "sidecar"),
         (lambda: path.with_suffix(".json").write_text("[]"), "sidecar"),
-        (lambda: path.with_suffix(".json").write_text(f'{{"format": "{data.FORMAT}", "version": {data.VERSION}}}'), "lacks"),
+        (lambda: path.with_suffix(".json").write_text(f'{{"format": "{data.FORMAT}", "version": {data.VERSION}}}'), "no good dtype"),
+        (lambda: path.with_suffix(".json").write_text("[" * 5000), "JSON"),
         (lambda: path.with_suffix(".json").unlink(), "half-written"),
         (lambda: path.unlink(), "no such"),
     ]:
@@ -580,3 +581,12 @@ def test_same_bytes_of_another_kind_are_other_data(tmp_path):
 def test_a_context_of_nothing_is_refused(tmp_path, context_length):
     with pytest.raises(ValueError, match="context_length"):
         PretrainBinaryDataset(token_file(tmp_path / "x.bin", range(100)), context_length)
+
+
+@pytest.mark.parametrize("key, value", [("dtype", "foo"), ("dtype", "<f8"), ("count", None), ("vocab_size", "300"), ("tokenizer", None), ("sources", {})])
+def test_sidecar_values_of_the_wrong_kind_are_refused_in_one_line(tmp_path, key, value):
+    path = token_file(tmp_path / "x.bin", range(100))
+    sidecar = json.loads(path.with_suffix(".json").read_text())
+    path.with_suffix(".json").write_text(json.dumps(sidecar | {key: value}))
+    with pytest.raises(ValueError, match=rf"x\.json .*{key}"):
+        PretrainBinaryDataset(path, 8)

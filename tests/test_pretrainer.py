@@ -311,7 +311,13 @@ BAD = {  # arguments -> words of the one line
     "--learning_rate nan": "--learning_rate nan number",
     "--learning_rate fast": "--learning_rate fast number",
     "--clip -1": "--clip -1.0 negative",
-    "--timeout 0": "--timeout above 0",
+    "--timeout 0": "--timeout 0 seconds",
+    "--timeout 1e300": "--timeout 1e+300 seconds",
+    "--backend mpi": "--backend mpi gloo nccl",
+    "--accumulate 99999999999999999999": "--accumulate whole number",
+    "--dataset_path TEXTS --device cpu:x": "--device cpu:x cuda:N",
+    "--dataset_path TEXTS --n_layers 99999999999": "n_layers=99999999999 below",
+    "--dataset_path TEXTS --seed 5 --resume WHOLE": "WHOLE seed 123 5",
     "--flash_attn maybe": "--flash_attn maybe true or false",
     "--max_steps none": "--max_steps give a value",
     "--size XL": "--size XL S, M, L",
@@ -323,6 +329,8 @@ BAD = {  # arguments -> words of the one line
     "--config TEXTS": "TEXTS directory",
     "--config BAD_KEY": "BAD_KEY max_stps did you mean max_steps?",
     "--config BAD_YAML": "BAD_YAML line 2",
+    "--config BAD_DATE": "BAD_DATE YAML",
+    "--config DEEP": "DEEP YAML",
     "--config A_LIST": "A_LIST option: value list",
     "--config BINARY": "BINARY UTF-8",
     "--config A_NEST": "A_NEST seed whole number",
@@ -349,7 +357,7 @@ BAD = {  # arguments -> words of the one line
 def stand_ins(texts, base, tmp_path_factory):
     "What the words in capitals above stand for"
     folder = tmp_path_factory.mktemp("bad")
-    contents = dict(BAD_KEY="max_stps: 3", BAD_YAML="seed: 1\nx: [", A_LIST="- seed", A_NEST="seed: {a: 1}")
+    contents = dict(BAD_KEY="max_stps: 3", BAD_DATE="seed: 2020-13-45", DEEP="[" * 5000, BAD_YAML="seed: 1\nx: [", A_LIST="- seed", A_NEST="seed: {a: 1}")
     contents |= dict(BINARY=b"\xff\xfe\x00x", NOT_A_CHECKPOINT="hello")
     for name, content in contents.items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -499,3 +507,34 @@ def test_ctrl_c_is_one_line_and_exit_code_130(texts, tmp_path):
     out, code = ended(process)
     assert code == 130 and "Traceback" not in out
     assert re.search(r"pretrainer\.py: interrupted; the same command with --output_dir \S+ goes on from checkpoint-\d+\.pth$", out.strip())
+
+
+def test_without_evaluation_the_run_ends_well(texts, tmp_path):
+    "D27: --train_ratio 1 is an explicit run without evaluation"
+    assert cli("--dataset_path", texts, *SMALL, "--max_steps", 2, "--train_ratio", 1, "--output_dir", tmp_path) == 0
+    assert all(event["eval_loss"] is None for event in events(tmp_path, "eval")) and (tmp_path / "loss.png").exists()
+
+
+def test_a_folder_in_use_is_refused(texts, tmp_path, capsys):
+    "two runs at once would write one log"
+    lock = pretrainer.sole_use(tmp_path)
+    assert cli("--dataset_path", texts, *SMALL, "--max_steps", 2, "--output_dir", tmp_path) == 2
+    assert "another run is writing there" in capsys.readouterr().err
+    lock.release()
+    assert cli("--dataset_path", texts, *SMALL, "--max_steps", 2, "--output_dir", tmp_path) == 0
+
+
+def test_another_tokenizer_beside_the_data_is_refused(texts, tmp_path, capsys):
+    "D39: the sidecar knows which tokenizer made the ids"
+    path = prepare_files([texts / "part0.txt"], 300, data_dir=tmp_path, progress=False)
+    other = prepare_files([texts / "part1.txt"], 280, data_dir=tmp_path, progress=False)
+    shutil.copy(other.with_suffix(".tokenizer.json"), path.with_suffix(".tokenizer.json"))
+    assert cli("--dataset_path", path, *SMALL[:-2], "--max_steps", 2, "--output_dir", tmp_path / "run") == 2
+    assert "not the tokenizer" in capsys.readouterr().err
+
+
+def test_trouble_while_writing_is_one_line(texts, tmp_path, capsys):
+    (tmp_path / "checkpoint-2.pth").mkdir()
+    assert cli("--dataset_path", texts, *SMALL, "--max_steps", 2, "--output_dir", tmp_path) == 1
+    error = capsys.readouterr().err
+    assert "checkpoint-2.pth" in error and "Traceback" not in error and len(error.strip().splitlines()) == 1

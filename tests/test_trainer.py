@@ -342,6 +342,7 @@ def cuda(monkeypatch, bf16):
 def test_t11_one_table_decides(device, mixed, bf16, wanted, monkeypatch):
     "T11: number type, back end and scaler by device; mps is neither a CPU nor CUDA"
     cuda(monkeypatch, bf16)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     choices = choose(device, use_mixed_precision=mixed)
     assert (choices.dtype, choices.backend, choices.scaler) == wanted and choices.device == device
 
@@ -426,3 +427,51 @@ def test_order_is_a_function_of_seed_epoch_and_position():
     assert list(whole[1]) == list(whole[0])[3:]
     parts = [BatchOrder(43, 2, 1, rank, 3) for rank in range(3)]
     assert [sum(batches, []) for batches in zip(*parts)] == list(whole[0])
+
+
+# ---- a checkpoint that must not be gone on from
+
+
+def test_an_altered_or_incomplete_checkpoint_is_refused_in_one_line(tmp_path):
+    trained(tmp_path, train_batch_size=4, max_steps=2)
+    path = tmp_path / "checkpoint-2.pth"
+    load, whole = single.CheckpointFolder(tmp_path).load, path.read_bytes()
+    middle = len(whole) // 2
+    path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    with pytest.raises(ValueError, match="altered since it was written"):
+        load(path)
+    for junk in (b"", b"hello", whole[:middle]):
+        (tmp_path / "junk.pth").write_bytes(junk)
+        with pytest.raises(ValueError, match="damaged, or no checkpoint"):
+            load(tmp_path / "junk.pth")
+    for state in ({"model_state": {}}, [1, 2], torch.zeros(3)):  # C24: weights alone
+        torch.save(state, tmp_path / "part.pth")
+        with pytest.raises(ValueError, match="lacks .*optimizer_state"):
+            load(tmp_path / "part.pth")
+
+
+@pytest.mark.parametrize("changed", [dict(seed=7), dict(train_ratio=0.5)])
+def test_another_split_is_not_the_same_run(tmp_path, changed):
+    "another seed or ratio would evaluate on windows that were trained on"
+    trained(tmp_path, train_batch_size=4, max_steps=2)
+    with pytest.raises(ValueError, match=next(iter(changed))):
+        trained(tmp_path, train_batch_size=4, max_steps=4, resume="auto", **changed)
+
+
+def test_a_failed_save_leaves_no_temporary_file(tmp_path):
+    trainer = trained(tmp_path, train_batch_size=4, max_steps=2)
+    with mock.patch.object(torch, "save", side_effect=OSError(28, "No space left on device")), pytest.raises(OSError):
+        trainer.checkpointer.save({"step": 9})
+    assert not [p for p in tmp_path.iterdir() if "9" in p.name or p.suffix == ".tmp"]
+
+
+@pytest.mark.parametrize("wrong", [dict(device="mps"), dict(device="cpu:x"), dict(device="tpu")])
+def test_t11_devices_that_are_not_there(wrong):
+    with mock.patch.object(torch.backends.mps, "is_available", return_value=False), pytest.raises(ValueError, match="--device"):
+        choose(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [dict(backend="mpi"), dict(timeout=1e300), dict(timeout=1e-9), dict(accumulate=10**30), dict(seed=-1)])
+def test_arguments_out_of_range(wrong):
+    with pytest.raises(ValueError, match="--" + next(iter(wrong))):
+        TrainArgs(**wrong)
