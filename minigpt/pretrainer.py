@@ -493,7 +493,7 @@ def asked_for(
 ) -> str:
     "The options that differ from their defaults, as flags: what a reader of the log needs to start the same job"
     pairs = [(given, type(given)()) for given in (run, train)]
-    changed = {name: value for given, plain in pairs for name, value in asdict(given).items() if value != getattr(plain, name)}
+    changed = {name: value for given, plain in pairs for name, value in asdict(given).items() if value not in ("", getattr(plain, name))}
     words = {name: shlex.join(map(str, value if isinstance(value, list) else [value])) for name, value in {**changed, **options}.items()}
     return "asked for: " + (" ".join(f"--{name} {value}" for name, value in words.items()) or "nothing, all by default")
 
@@ -523,7 +523,9 @@ def build_trainer(run: RunArgs, train: "pretrainer_single.TrainArgs", options: d
     model = build_model(run, options, dataset.vocab_size, train.seed)
     optimizer = pretrainer_single.build_optimizer(model, train.learning_rate, train.weight_decay)
     about = dict(strategy=run.strategy, run_args=asdict(run), model_config=asdict(model.config))
-    about |= dict(data=str(dataset.path), data_fingerprint=dataset.fingerprint)
+    where = dataset.path.resolve()
+    here = where.is_relative_to(Path.cwd())
+    about |= dict(data=str(where.relative_to(Path.cwd()) if here else where), data_fingerprint=dataset.fingerprint)
     STRATEGIES[run.strategy](pretrainer_single.Trainer)
     trainer = pretrainer_single.Trainer(model, optimizer, train, device=run.device, about=about)
     trainer.set_dataset(train_set, eval_set)
