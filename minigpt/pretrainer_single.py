@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CHECKPOINT_KEYS', 'DEFAULT_WINDOWS', 'STRATEGY_SEAMS', 'token_loss', 'lr_at', 'build_optimizer', 'BatchOrder',
-           'in_groups', 'collate', 'check_args', 'TrainArgs', 'Choices', 'choose', 'choose_dtype', 'log_line',
+           'in_groups', 'collate', 'TrainArgs', 'check_args', 'Choices', 'choose', 'choose_dtype', 'log_line',
            'print_event', 'rng_state', 'set_rng_state', 'patch_to', 'file_hash', 'write_json', 'CheckpointFolder',
            'Trainer', 'peak_memory_mb', 'run_identity', 'unpatch', 'patch_strategy']
 
@@ -103,27 +103,6 @@ def collate(rows):
     "What a dataset with `__getitems__` gathered passes as it is; a list of (x, y) pairs is stacked"
     return rows if isinstance(rows, tuple) else default_collate(rows)
 
-# %% ../nbs/04_pretrainer_single.ipynb #check-args
-def check_args(
-    args,  # a TrainArgs
-):
-    "Refuse what no run can mean: a ValueError of one line with option, value and cure"
-    rules = [
-        ("train_batch_size accumulate", lambda v: 1 <= v < 1 << 31, "give a whole number of 1 or more"),
-        ("num_train_epochs max_steps warmup_steps eval_steps log_every save_steps keep_last clip weight_decay",
-         lambda v: v >= 0, "can't be negative; 0 switches it off"),
-        ("seed", lambda v: 0 <= v < 2**32, "give a number from 0 to 2**32 - 1"),
-        ("timeout", lambda v: 1 <= v <= 1e6, "give seconds, 1 or more and at most a million"),
-        ("backend", lambda v: v in ("auto", "gloo", "nccl"), "choose auto, gloo or nccl"),
-        ("train_ratio", lambda v: 0 < v <= 1, "give a part between 0 and 1, such as 0.97"),
-    ]  # fmt: skip
-    for names, accepts, cure in rules:
-        for name in names.split():
-            if not accepts(getattr(args, name)):
-                raise ValueError(f"--{name} {getattr(args, name)}: {cure}")
-    if not 0 <= args.min_lr <= args.learning_rate or args.learning_rate == 0:
-        raise ValueError(f"--learning_rate {args.learning_rate} --min_lr {args.min_lr}: need 0 <= min_lr <= learning_rate, above 0")
-
 # %% ../nbs/04_pretrainer_single.ipynb #train-args
 @dataclass
 class TrainArgs:
@@ -154,6 +133,27 @@ class TrainArgs:
         if self.min_lr is None:
             self.min_lr = self.learning_rate / 10
         check_args(self)
+
+# %% ../nbs/04_pretrainer_single.ipynb #check-args
+def check_args(
+    args,  # a TrainArgs
+):
+    "Refuse what no run can mean: a ValueError of one line with option, value and cure"
+    rules = [
+        ("train_batch_size accumulate", lambda v: 1 <= v < 1 << 31, "give a whole number of 1 or more"),
+        ("num_train_epochs max_steps warmup_steps eval_steps log_every save_steps keep_last clip weight_decay",
+         lambda v: v >= 0, "can't be negative; 0 switches it off"),
+        ("seed", lambda v: 0 <= v < 2**32, "give a number from 0 to 2**32 - 1"),
+        ("timeout", lambda v: 1 <= v <= 1e6, "give seconds, 1 or more and at most a million"),
+        ("backend", lambda v: v in ("auto", "gloo", "nccl"), "choose auto, gloo or nccl"),
+        ("train_ratio", lambda v: 0 < v <= 1, "give a part between 0 and 1, such as 0.97"),
+    ]  # fmt: skip
+    for names, accepts, cure in rules:
+        for name in names.split():
+            if not accepts(getattr(args, name)):
+                raise ValueError(f"--{name} {getattr(args, name)}: {cure}")
+    if not 0 <= args.min_lr <= args.learning_rate or args.learning_rate == 0:
+        raise ValueError(f"--learning_rate {args.learning_rate} --min_lr {args.min_lr}: need 0 <= min_lr <= learning_rate, above 0")
 
 # %% ../nbs/04_pretrainer_single.ipynb #choices
 @dataclass(frozen=True)
@@ -491,7 +491,8 @@ def build_loaders(self, rank: int, world_size: int):
     if len(order) == 0:
         raise ValueError(
             f"{n} training windows are fewer than one global batch of {order.global_batch} "
-            f"({world_size} x --train_batch_size {args.train_batch_size}): give more text, or smaller --train_batch_size or --context_length"
+            f"({world_size} x --train_batch_size {args.train_batch_size}): "
+            "give more text, or smaller --train_batch_size or --context_length"
         )
     # a generator of its own: else each epoch would draw from the one that dropout draws from
     loader = dict(collate_fn=collate, generator=torch.Generator(), pin_memory=self.device.type == "cuda")
@@ -626,7 +627,7 @@ def autocast(self):
 # %% ../nbs/04_pretrainer_single.ipynb #check-finite
 @patch_to(Trainer)
 def check_finite(self, what: str, value: float):
-    "Stop on a number that is not finite; all ranks see the same number, so all stop"
+    "FloatingPointError on a number that is not finite; all ranks see the same number, so all stop"
     if not math.isfinite(value):
         raise FloatingPointError(
             f"step {self.step + 1}: {what} is {value}; stopped, last checkpoint: {self.last_checkpoint or 'none'}. "
