@@ -694,7 +694,7 @@ def record(self, kind: str, lr: float, elapsed: float, **extra):
     self.loss_acc = self.zeros(2)
     self.clock, self.tokens_at_clock = time.perf_counter(), self.tokens_seen
 
-# %% ../nbs/04_pretrainer_single.ipynb #peak-memory
+
 def peak_memory_mb(device: torch.device) -> float | None:
     "Most memory used so far in MB: of the GPU's allocator, or of this process; None where the system does not tell"
     if device.type == "cuda":
