@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CHECKPOINT_KEYS', 'DEFAULT_WINDOWS', 'STRATEGY_SEAMS', 'token_loss', 'lr_at', 'build_optimizer', 'BatchOrder',
-           'in_groups', 'as_batch', 'TrainArgs', 'Choices', 'choose', 'choose_dtype', 'log_line', 'print_event',
-           'rng_state', 'set_rng_state', 'file_hash', 'write_json', 'patch_to', 'CheckpointFolder', 'Trainer',
-           'peak_memory_mb', 'unpatch', 'patch_strategy']
+           'in_groups', 'collate', 'TrainArgs', 'check_args', 'Choices', 'choose', 'choose_dtype', 'log_line',
+           'print_event', 'rng_state', 'set_rng_state', 'patch_to', 'file_hash', 'write_json', 'CheckpointFolder',
+           'Trainer', 'peak_memory_mb', 'run_identity', 'unpatch', 'patch_strategy']
 
 # %% ../nbs/04_pretrainer_single.ipynb #imports
 import hashlib
@@ -99,14 +99,14 @@ def in_groups(batches, size):
         yield group
 
 
-def as_batch(rows):
+def collate(rows):
     "What a dataset with `__getitems__` gathered passes as it is; a list of (x, y) pairs is stacked"
     return rows if isinstance(rows, tuple) else default_collate(rows)
 
 # %% ../nbs/04_pretrainer_single.ipynb #train-args
 @dataclass
 class TrainArgs:
-    "How to train; the command line and YAML files set the same fields"
+    "How to train; the command line and YAML files set the same fields; a wrong value is a ValueError"
     num_train_epochs: int = 0  # passes over the training windows, where max_steps is 0
     max_steps: int = 0  # updates in total, and the schedule's length; 0: by num_train_epochs, and if that is 0 too, 19,200 windows
     train_batch_size: int = 16  # windows per process in one micro-batch
@@ -130,24 +130,30 @@ class TrainArgs:
     resume: str = "auto"  # auto: newest checkpoint in output_dir; never; or the path of one
 
     def __post_init__(self):
-        for name in ("train_batch_size", "accumulate"):
-            if not 1 <= getattr(self, name) < 1 << 31:
-                raise ValueError(f"--{name} {getattr(self, name)}: give a whole number of 1 or more")
-        for name in ("num_train_epochs", "max_steps", "warmup_steps", "eval_steps", "log_every", "save_steps", "keep_last", "clip", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name} {getattr(self, name)}: can't be negative; 0 switches it off")
         if self.min_lr is None:
             self.min_lr = self.learning_rate / 10
-        if not 0 <= self.min_lr <= self.learning_rate or self.learning_rate <= 0:
-            raise ValueError(f"--learning_rate {self.learning_rate} --min_lr {self.min_lr}: need 0 <= min_lr <= learning_rate, above 0")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"--seed {self.seed}: give a number from 0 to 2**32 - 1")
-        if not 1 <= self.timeout <= 1e6:
-            raise ValueError(f"--timeout {self.timeout}: give seconds, 1 or more and at most a million")
-        if self.backend not in ("auto", "gloo", "nccl"):
-            raise ValueError(f"--backend {self.backend}: choose auto, gloo or nccl")
-        if not 0 < self.train_ratio <= 1:
-            raise ValueError(f"--train_ratio {self.train_ratio}: give a part between 0 and 1, such as 0.97")
+        check_args(self)
+
+# %% ../nbs/04_pretrainer_single.ipynb #check-args
+def check_args(
+    args,  # a TrainArgs
+):
+    "Refuse what no run can mean: a ValueError of one line with option, value and cure"
+    rules = [
+        ("train_batch_size accumulate", lambda v: 1 <= v < 1 << 31, "give a whole number of 1 or more"),
+        ("num_train_epochs max_steps warmup_steps eval_steps log_every save_steps keep_last clip weight_decay",
+         lambda v: v >= 0, "can't be negative; 0 switches it off"),
+        ("seed", lambda v: 0 <= v < 2**32, "give a number from 0 to 2**32 - 1"),
+        ("timeout", lambda v: 1 <= v <= 1e6, "give seconds, 1 or more and at most a million"),
+        ("backend", lambda v: v in ("auto", "gloo", "nccl"), "choose auto, gloo or nccl"),
+        ("train_ratio", lambda v: 0 < v <= 1, "give a part between 0 and 1, such as 0.97"),
+    ]  # fmt: skip
+    for names, accepts, cure in rules:
+        for name in names.split():
+            if not accepts(getattr(args, name)):
+                raise ValueError(f"--{name} {getattr(args, name)}: {cure}")
+    if not 0 <= args.min_lr <= args.learning_rate or args.learning_rate == 0:
+        raise ValueError(f"--learning_rate {args.learning_rate} --min_lr {args.min_lr}: need 0 <= min_lr <= learning_rate, above 0")
 
 # %% ../nbs/04_pretrainer_single.ipynb #choices
 @dataclass(frozen=True)
@@ -165,7 +171,7 @@ def choose(
     backend: str = "auto",  # auto, gloo, nccl
     use_mixed_precision: bool | None = None,  # None: 16 bits on cuda, 32 elsewhere
 ) -> Choices:
-    "The one place that chooses device, number type, back end and scaler"
+    "The one place that chooses device, number type, back end and scaler; what is not there is a ValueError"
     if device == "auto":
         alone = int(os.environ.get("WORLD_SIZE", 1)) == 1  # an Apple GPU serves one process only
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() and alone else "cpu"
@@ -211,7 +217,8 @@ def log_line(
         memory = f", memory: {event['memory_mb']:.0f}MB" if event.get("memory_mb") else ""
         return (
             f"{time_} lr={event['lr']:.5f}, train_loss: {event['train_loss']:.4f}, {eval_loss}grad_norm={event['grad_norm']:.5f}, "
-            f"steps: {event['step']}/{event['total_steps']}, tokens: {event['tokens'] / 1e6:.2f}M, tokens/s: {event['tokens_per_s']:.0f}{memory}"
+            f"steps: {event['step']}/{event['total_steps']}, tokens: {event['tokens'] / 1e6:.2f}M, "
+            f"tokens/s: {event['tokens_per_s']:.0f}{memory}"
         )
     text = {
         "start": "start: {n_params} parameters, {world_size} x {device}, {dtype}, {total_steps} steps of {tokens_per_step} tokens",
@@ -254,6 +261,16 @@ def set_rng_state(
         torch.cuda.set_rng_state(state["device"], device)
 
 # %% ../nbs/04_pretrainer_single.ipynb #file-helpers
+def patch_to(cls):
+    "Make the decorated function a method of `cls`: `setattr(cls, name, function)`, one method a cell"
+
+    def decorate(function):
+        setattr(cls, function.__name__, function)
+        return function
+
+    return decorate
+
+
 def file_hash(path: Path) -> str:
     "SHA-256 of a file, in hex"
     with open(path, "rb") as f:
@@ -265,16 +282,6 @@ def write_json(path: Path, content: dict):
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
     os.replace(temporary, path)
-
-# %% ../nbs/04_pretrainer_single.ipynb #patch-to
-def patch_to(cls):
-    "Make the decorated function a method of `cls`: `setattr(cls, name, function)`, one method a cell"
-
-    def decorate(function):
-        setattr(cls, function.__name__, function)
-        return function
-
-    return decorate
 
 # %% ../nbs/04_pretrainer_single.ipynb #checkpoint-folder
 class CheckpointFolder:
@@ -289,8 +296,8 @@ class CheckpointFolder:
 
     def complete(self) -> list[Path]:
         "Whole checkpoints, oldest first: those with a sidecar, by step number"
-        found = {int(p.stem.removeprefix("checkpoint-")): p for p in self.folder.glob("checkpoint-*.pth") if p.stem[11:].isdigit()}
-        return [found[step] for step in sorted(found) if found[step].with_suffix(".json").exists()]
+        files = [p for p in self.folder.glob("checkpoint-*.pth") if re.fullmatch(r"checkpoint-\d+", p.stem)]
+        return sorted((p for p in files if p.with_suffix(".json").exists()), key=lambda p: int(p.stem.removeprefix("checkpoint-")))
 
 # %% ../nbs/04_pretrainer_single.ipynb #checkpoint-folder-save
 @patch_to(CheckpointFolder)
@@ -320,7 +327,7 @@ CHECKPOINT_KEYS = (
 
 @patch_to(CheckpointFolder)
 def load(self, path: str | Path) -> dict:
-    "Read a checkpoint onto the CPU; tensors and plain Python only, nothing in it is executed"
+    "Read a checkpoint onto the CPU; nothing in it is executed; a ValueError if it is damaged, altered or incomplete"
     way_out = "--resume auto takes the newest of --output_dir, --resume never starts afresh"
     if not Path(path).is_file():
         raise ValueError(f"--resume {path}: no such checkpoint; {way_out}")
@@ -355,20 +362,19 @@ class Trainer:
         self.checkpointer = checkpointer or CheckpointFolder(train_args.output_dir, train_args.keep_last)
         self.about = about or {}
         self.step = self.epoch = self.position = self.samples_seen = self.tokens_seen = 0
+        self.seed, self.rank = train_args.seed, 0
         self.is_ready = False
         self.last_checkpoint = None
-        self.set_seed(train_args.seed)
         self.set_grad_scaler(self.choices.scaler)
 
 # %% ../nbs/04_pretrainer_single.ipynb #set-seed
 @patch_to(Trainer)
 def set_seed(self, seed: int):
-    "Seed all generators; dropout differs per rank, and so does the seed"
+    "Seed all generators of this process; each rank its own way, so that dropout differs"
     self.seed = seed
-    rank_seed = seed + getattr(self, "rank", 0)
-    random.seed(rank_seed)
-    np.random.seed(rank_seed % 2**32)
-    torch.manual_seed(rank_seed)
+    random.seed(seed + self.rank)
+    np.random.seed((seed + self.rank) % 2**32)
+    torch.manual_seed(seed + self.rank)
 
 
 @patch_to(Trainer)
@@ -479,15 +485,17 @@ DEFAULT_WINDOWS = 19_200  # a run that is told no length: two to three minutes o
 
 @patch_to(Trainer)
 def build_loaders(self, rank: int, world_size: int):
-    "Training batches in an order of our own, evaluation windows dealt to the ranks: none dropped, none repeated"
+    "Training batches in an order of our own, evaluation windows dealt to the ranks; a ValueError if there are too few"
     args, n = self.args, len(self.train_set)
     order = BatchOrder(n, args.train_batch_size, self.seed, rank, world_size)
     if len(order) == 0:
         raise ValueError(
             f"{n} training windows are fewer than one global batch of {order.global_batch} "
-            f"({world_size} x --train_batch_size {args.train_batch_size}): give more text, or smaller --train_batch_size or --context_length"
+            f"({world_size} x --train_batch_size {args.train_batch_size}): "
+            "give more text, or smaller --train_batch_size or --context_length"
         )
-    loader = dict(collate_fn=as_batch, generator=torch.Generator(), pin_memory=self.device.type == "cuda")
+    # a generator of its own: else each epoch would draw from the one that dropout draws from
+    loader = dict(collate_fn=collate, generator=torch.Generator(), pin_memory=self.device.type == "cuda")
     self.train_loader = DataLoader(self.train_set, batch_sampler=order, **loader)
     mine = list(range(rank, len(self.eval_set), world_size)) if self.eval_set else []
     batches = [mine[i : i + args.train_batch_size] for i in range(0, len(mine), args.train_batch_size)]
@@ -518,9 +526,13 @@ def setup(self):
 
 
 @patch_to(Trainer)
-def zeros(self, n):
-    "Room for `n` sums, in double precision where the device has it"
-    return torch.zeros(n, dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
+def checkpoint_to_resume(self):
+    "Path of the checkpoint that `resume` names, or None to start afresh"
+    if self.args.resume == "never":
+        return None
+    if self.args.resume != "auto":
+        return self.args.resume
+    return (self.checkpointer.complete() or [None])[-1]
 
 # %% ../nbs/04_pretrainer_single.ipynb #facts
 @patch_to(Trainer)
@@ -528,10 +540,9 @@ def facts(self):
     "What the first record of a log says about the run"
     global_batch = self.args.train_batch_size * self.args.accumulate * self.world_size
     window = self.train_set[0][1].numel()
-    params = {id(p): p.numel() for p in self.unwrap_model().parameters()}
     return dict(
         total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch, world_size=self.world_size,
-        device=self.device.type, dtype=self.choices.dtype, n_params=sum(params.values()),
+        device=self.device.type, dtype=self.choices.dtype, n_params=sum(p.numel() for p in self.unwrap_model().parameters()),
         train_windows=len(self.train_set), eval_windows=len(self.eval_set or []), global_batch=global_batch,
         tokens_per_step=global_batch * window, dropped_per_epoch=len(self.train_set) % (self.args.train_batch_size * self.world_size),
         train_args=asdict(self.args), **self.about,
@@ -543,6 +554,12 @@ def emit(self, kind: str, **fields):
     "Hand an event to the log, on rank 0"
     if self.is_main_process:
         self.log(dict(event=kind, time=time.strftime("%Y-%m-%d %H:%M:%S"), step=self.step, **fields))
+
+
+@patch_to(Trainer)
+def zeros(self, n):
+    "Room for `n` sums, in double precision where the device has it"
+    return torch.zeros(n, dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
 
 # %% ../nbs/04_pretrainer_single.ipynb #train
 @patch_to(Trainer)
@@ -562,7 +579,7 @@ def train(self):
         self.cleanup()
         self.is_ready = False
 
-# %% ../nbs/04_pretrainer_single.ipynb #train-epoch
+
 @patch_to(Trainer)
 def train_epoch(self, epoch: int):
     "One pass over the training windows, or what is left of it"
@@ -610,7 +627,7 @@ def autocast(self):
 # %% ../nbs/04_pretrainer_single.ipynb #check-finite
 @patch_to(Trainer)
 def check_finite(self, what: str, value: float):
-    "Stop on a number that is not finite; all ranks see the same number, so all stop"
+    "FloatingPointError on a number that is not finite; all ranks see the same number, so all stop"
     if not math.isfinite(value):
         raise FloatingPointError(
             f"step {self.step + 1}: {what} is {value}; stopped, last checkpoint: {self.last_checkpoint or 'none'}. "
@@ -657,11 +674,11 @@ def evaluate(self):
 @patch_to(Trainer)
 def check_and_evaluate(self, lr: float):
     "An evaluation every `eval_steps`, a record of the training loss every `log_every`"
+    elapsed = time.perf_counter() - self.clock  # of training alone, without the evaluation
     if self.due(self.args.eval_steps):
-        elapsed = time.perf_counter() - self.clock
         self.record("eval", lr, elapsed, eval_loss=self.evaluate())
     elif self.due(self.args.log_every):
-        self.record("train", lr, time.perf_counter() - self.clock)
+        self.record("train", lr, elapsed)
 
 
 @patch_to(Trainer)
@@ -677,7 +694,7 @@ def record(self, kind: str, lr: float, elapsed: float, **extra):
     self.loss_acc = self.zeros(2)
     self.clock, self.tokens_at_clock = time.perf_counter(), self.tokens_seen
 
-# %% ../nbs/04_pretrainer_single.ipynb #peak-memory
+
 def peak_memory_mb(device: torch.device) -> float | None:
     "Most memory used so far in MB: of the GPU's allocator, or of this process; None where the system does not tell"
     if device.type == "cuda":
@@ -709,20 +726,11 @@ def checkpoint(self) -> dict:
         **self.gather_state(), scaler_state=self.scaler.state_dict(), step=self.step, epoch=self.epoch, position=self.position,
         samples_seen=self.samples_seen, tokens_seen=self.tokens_seen, loss_accumulator=self.reduce_sum(self.loss_acc).tolist(),
         config=self.about.get("model_config"), data_fingerprint=self.about.get("data_fingerprint"), train_args=asdict(self.args),
-        choices=asdict(self.choices), world_size=self.world_size, versions=dict(torch=str(torch.__version__), python=sys.version.split()[0]),
+        choices=asdict(self.choices), world_size=self.world_size,
+        versions=dict(torch=str(torch.__version__), python=sys.version.split()[0]),
     )  # fmt: skip
 
 # %% ../nbs/04_pretrainer_single.ipynb #load-checkpoint
-@patch_to(Trainer)
-def checkpoint_to_resume(self):
-    "Path of the checkpoint that `resume` names, or None to start afresh"
-    if self.args.resume == "never":
-        return None
-    if self.args.resume != "auto":
-        return self.args.resume
-    return (self.checkpointer.complete() or [None])[-1]
-
-
 @patch_to(Trainer)
 def load_checkpoint(self, path):
     "Go on from a checkpoint: weights, optimizer, scaler, random state and place in the data"
@@ -734,16 +742,21 @@ def load_checkpoint(self, path):
         setattr(self, name, state[name])
     if self.is_main_process:  # the sum over ranks lives on rank 0 from here on
         self.loss_acc += torch.tensor(state["loss_accumulator"], dtype=self.loss_acc.dtype, device=self.device)
+    self.last_checkpoint = path
     self.emit("resume", from_path=str(path))
 
 # %% ../nbs/04_pretrainer_single.ipynb #check-same-run
+def run_identity(config, train_args, data_fingerprint):
+    "What a run and its continuation must have in common: model, split and data"
+    split = {name: train_args[name] for name in ("seed", "train_ratio")}
+    return {**(config or {}), **split, "data_fingerprint": data_fingerprint}
+
+
 @patch_to(Trainer)
 def check_same_run(self, state, path):
-    "A checkpoint of another model or of other data is not this run's past"
-    split = ("seed", "train_ratio")  # another split would evaluate on what has been trained on
-    then = {**(state["config"] or {}), **{name: state["train_args"][name] for name in split}, "data_fingerprint": state["data_fingerprint"]}
-    now = {**self.about.get("model_config", {}), **{name: getattr(self.args, name) for name in split}}
-    now["data_fingerprint"] = self.about.get("data_fingerprint")
+    "A checkpoint of another model or of other data is not this run's past: a ValueError"
+    then = run_identity(state["config"], state["train_args"], state["data_fingerprint"])
+    now = run_identity(self.about.get("model_config"), asdict(self.args), self.about.get("data_fingerprint"))
     changed = [f"{name} {then[name]} there, {now[name]} here" for name in now if name in then and then[name] != now[name]]
     if changed:
         raise ValueError(f"{path}: made by another run: {'; '.join(changed)}. Use its settings, or another --output_dir or --resume never")

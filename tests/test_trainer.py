@@ -186,6 +186,17 @@ def test_t07_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     with pytest.raises(FloatingPointError, match="step 5: gradient norm is .*checkpoint-4.pth"):
         trainer.train()
     assert all(value.isfinite().all() for value in weights(trainer).values())
+    rest = make_trainer(tmp_path, train_batch_size=4, max_steps=8, resume=str(tmp_path / "checkpoint-4.pth"))
+    rest.backward = lambda loss: (loss * math.inf).backward()
+    with pytest.raises(FloatingPointError, match="step 5: .*checkpoint-4.pth"):  # where it came from, before its own first save
+        rest.train()
+
+
+def test_a_new_trainer_draws_no_random_number_and_sets_no_seed(tmp_path):
+    model = make_model()
+    before = torch.get_rng_state()
+    make_trainer(tmp_path, model=model)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 # ---- evaluation
