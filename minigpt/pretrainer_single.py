@@ -118,7 +118,7 @@ class TrainArgs:
     clip: float = 1.0  # largest gradient norm; 0: no clipping
     eval_steps: int = 50  # updates between evaluations; 0: only at the end
     log_every: int = 10  # updates between records of the training loss; 0: only with evaluations
-    save_steps: int = 0  # updates between checkpoints; 0: only at the end
+    save_steps: int = 200  # updates between checkpoints, of which the last is at the end; 0: only that one
     keep_last: int = 3  # checkpoints kept; 0: all
     train_ratio: float = 0.97  # part of the windows that is trained on; the rest is evaluated
     use_mixed_precision: bool | None = None  # 16-bit autocast; None: on GPUs only
@@ -518,9 +518,12 @@ def setup(self):
     self.init_dataloader()
     self.wrap_model()
     self.loss_acc = self.zeros(2)  # loss in nats and tokens since the last record
+    path = self.checkpoint_to_resume()
+    if path:
+        self.load_checkpoint(path)  # refuses another run's before the log is touched
     self.emit("start", **self.facts())
-    if path := self.checkpoint_to_resume():
-        self.load_checkpoint(path)
+    if path:
+        self.emit("resume", from_path=str(path))
     self.clock, self.tokens_at_clock = time.perf_counter(), self.tokens_seen
     self.is_ready = True
 
@@ -743,7 +746,6 @@ def load_checkpoint(self, path):
     if self.is_main_process:  # the sum over ranks lives on rank 0 from here on
         self.loss_acc += torch.tensor(state["loss_accumulator"], dtype=self.loss_acc.dtype, device=self.device)
     self.last_checkpoint = path
-    self.emit("resume", from_path=str(path))
 
 # %% ../nbs/04_pretrainer_single.ipynb #check-same-run
 def run_identity(config, train_args, data_fingerprint):

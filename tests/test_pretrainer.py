@@ -538,3 +538,12 @@ def test_trouble_while_writing_is_one_line(texts, tmp_path, capsys):
     assert cli("--dataset_path", texts, *SMALL, "--max_steps", 2, "--output_dir", tmp_path) == 1
     error = capsys.readouterr().err
     assert "checkpoint-2.pth" in error and "Traceback" not in error and len(error.strip().splitlines()) == 1
+
+
+def test_a_refused_run_leaves_the_folder_as_it_was(texts, base, tmp_path, capsys):
+    "the record of the first run is all that tells its settings"
+    folder = shutil.copytree(base / "whole", tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert cli("--dataset_path", texts, *SMALL, "--emb_dim", 64, "--max_steps", 8, "--output_dir", folder) == 2
+    assert "emb_dim 32 there, 64 here" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
