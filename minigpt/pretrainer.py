@@ -7,8 +7,8 @@ __all__ = ['SIZES', 'STRATEGIES', 'CHOICES', 'GROUPS', 'OPTIONS', 'ALIASES', 'EL
            'EXAMPLES', 'RunArgs', 'kind_of', 'convert', 'known_option', 'read_config', 'field_help', 'env_int',
            'complain', 'OneLineParser', 'default_text', 'build_parser', 'parse_args', 'my_turn', 'tell', 'prepare_data',
            'open_data', 'build_model', 'choose_strategy', 'settle_environment', 'share_cores', 'opening', 'sample',
-           'log_to', 'fresh_folder', 'sole_use', 'plan', 'asked_for', 'check_same_step', 'start', 'build_trainer',
-           'finish', 'job', 'known_trouble', 'what_is_left', 'main', 'load_run']
+           'log_to', 'fresh_folder', 'sole_use', 'plan', 'asked_for', 'check_same_step', 'start', 'leave',
+           'build_trainer', 'finish', 'job', 'known_trouble', 'what_is_left', 'main', 'load_run']
 
 # %% ../nbs/11_launch.ipynb #imports
 import argparse
@@ -488,7 +488,7 @@ def asked_for(
     flags = [f"--{name} {text(value)}" for name, value in {**changed, **options}.items()]
     return "asked for: " + (" ".join(flags) or "nothing, all by default")
 
-# %% ../nbs/11_launch.ipynb #start
+# %% ../nbs/11_launch.ipynb #same-step
 def check_same_step(trainer):
     "All ranks must go on from the same step; a collective"
     step, world = trainer.step, trainer.world_size
@@ -497,20 +497,26 @@ def check_same_step(trainer):
         cure = "--output_dir must be one folder that all machines see"
         raise ValueError(f"rank {trainer.rank} starts at step {step}, others elsewhere: {cure}")
 
-
+# %% ../nbs/11_launch.ipynb #start
 def start(
     trainer,  # built, not set up
     asked: str,  # first of the notes
 ):
-    "Join the group, load what is to be resumed, and say what will happen; on a mistake leave the group"
+    "Join the group, load what is to be resumed, and say what will happen; on a mistake leave the group and the folder"
     try:
         trainer.setup()
         check_same_step(trainer)
+        for line in [asked, *plan(trainer.facts(), trainer.args, trainer.step)]:
+            trainer.emit("note", text=line)
     except BaseException:
-        trainer.cleanup()
+        leave(trainer)
         raise
-    for line in [asked, *plan(trainer.facts(), trainer.args, trainer.step)]:
-        trainer.emit("note", text=line)
+
+
+def leave(trainer):
+    "Leave the group and free the folder"
+    trainer.cleanup()
+    trainer.folder_lock.release()
 
 # %% ../nbs/11_launch.ipynb #build-trainer
 def build_trainer(run: RunArgs, train: pretrainer_single.TrainArgs, options: dict):
@@ -578,8 +584,7 @@ def job(
         if trainer.is_main_process:
             finish(trainer)
     finally:
-        trainer.cleanup()
-        trainer.folder_lock.release()
+        leave(trainer)
     return 0
 
 # %% ../nbs/11_launch.ipynb #known-trouble
@@ -630,10 +635,6 @@ def main(
         complain(text)
         return 1
 
-# %% ../nbs/11_launch.ipynb #run-as-script
-if __name__ == "__main__" and "__file__" in globals():  # the first is true in a notebook too, which has no __file__
-    sys.exit(main())
-
 # %% ../nbs/11_launch.ipynb #load-run
 def load_run(
     folder: str | Path,  # a run's output_dir
@@ -648,3 +649,7 @@ def load_run(
     model = transformer.MiniGPT(transformer.GPTConfig(**state["config"]))
     model.load_state_dict(state["model_state"])
     return model.eval(), tokenizer.Tokenizer.load(Path(folder) / "tokenizer.json")
+
+# %% ../nbs/11_launch.ipynb #run-as-script
+if __name__ == "__main__" and "__file__" in globals():  # the first is true in a notebook too, which has no __file__
+    sys.exit(main())
