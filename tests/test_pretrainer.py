@@ -1,4 +1,5 @@
 "The command line, its launches and the run folder; real launches cost seconds of imports, so they are few and shared"
+import gc
 import json
 import os
 import random
@@ -522,6 +523,16 @@ def test_a_folder_in_use_is_refused(texts, tmp_path, capsys):
     assert "another run is writing there" in capsys.readouterr().err
     lock.release()
     assert cli("--dataset_path", texts, *SMALL, "--max_steps", 2, "--output_dir", tmp_path) == 0
+
+
+def test_a_mistake_frees_the_folder(stand_ins, tmp_path):
+    "mended and started again in the same process, the job is not refused by its own lock"
+    gc.disable()
+    try:
+        assert cli("--dataset_path", stand_ins["TEXTS"], *SMALL, "--resume", stand_ins["WEIGHTS"], "--output_dir", tmp_path / "run") == 2
+        pretrainer.sole_use(tmp_path / "run").release()
+    finally:
+        gc.enable()
 
 
 def test_another_tokenizer_beside_the_data_is_refused(texts, tmp_path, capsys):
