@@ -560,7 +560,7 @@ def finish(trainer):
         )
     print(f"Health: {runlog.health_line(events)}")
     print(f"In {folder}: " + ", ".join(sorted(path.name for path in folder.iterdir() if path.is_file())))
-    print(f"Next: look at {folder / 'loss.png'}; train longer with --max_steps {4 * trainer.total_steps}; "
+    print(f"Next: look at {folder / 'loss.png'}; train longer with --output_dir {folder} --max_steps {4 * trainer.total_steps}; "
           "your own text with --dataset_path my.txt; --help lists all options")
 
 # %% ../nbs/11_launch.ipynb #job
@@ -569,7 +569,7 @@ def job(
     train: pretrainer_single.TrainArgs,  # how to train
     options: dict,  # model fields as given
 ) -> int:  # exit code: 0 trained, 2 the user can mend it
-    "Build, a sample, the training, a sample, the curve; the process group is left on every path"
+    "Build, train, draw the curve, with a sample before and after new steps; the process group is left on every path"
     try:
         trainer, words = build_trainer(run, train, options)
     except (ValueError, OSError) as error:
@@ -578,9 +578,12 @@ def job(
             Path(train.output_dir or "runs").rmdir()
         return 2
     try:
-        sample(trainer, words, run.prompt, run.sample_tokens)
+        done = trainer.step
+        if not done:
+            sample(trainer, words, run.prompt, run.sample_tokens)
         trainer.train()
-        sample(trainer, words, run.prompt, run.sample_tokens)
+        if trainer.step > done:
+            sample(trainer, words, run.prompt, run.sample_tokens)
         if trainer.is_main_process:
             finish(trainer)
     finally:

@@ -202,6 +202,7 @@ def test_resume_in_the_same_world_is_exact(texts, base, capsys):
     assert "nothing left to train" in capsys.readouterr().out
     assert (base / "killed" / "train.log").read_text(encoding="utf-8").startswith(before)  # L01: appended
     assert cli(*args, "--max_steps", 8) == 0 and (base / "killed" / "checkpoint-8.pth").exists()
+    assert [event["step"] for event in events(base / "killed", "sample")] == [6, 8]  # one a session that trained
 
 
 def test_d08_a_narrow_console_does_not_end_the_run(launches):
