@@ -559,3 +559,17 @@ def test_a_refused_run_leaves_the_folder_as_it_was(texts, base, tmp_path, capsys
     assert cli("--dataset_path", texts, *SMALL, "--emb_dim", 64, "--max_steps", 8, "--output_dir", folder) == 2
     assert "emb_dim 32 there, 64 here" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_p09_data_are_prepared_before_ranks_meet(texts, tmp_path, monkeypatch):
+    "P09: a preparation of hours must not run into a collective's time-out"
+    met = []
+
+    def prepare(*args, **kwargs):
+        met.append(torch.distributed.is_initialized())
+        raise ValueError("enough")
+
+    for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=1).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(pretrainer, "prepare_data", prepare)
+    assert cli("--dataset_path", texts, *SMALL, "--output_dir", tmp_path) == 2 and met == [False]

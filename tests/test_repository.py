@@ -183,3 +183,69 @@ def test_b02_b03_b09_export_cells_are_sound(path):
 def test_one_notebook_one_module():
     names = [match[1] for path in NOTEBOOKS for cell in cells(path) if (match := DEFAULT_EXP.search(source(cell)))]
     assert sorted(names) == MODULES
+
+
+# ---- what a contributor meets
+
+
+def test_b11_data_lie_in_the_same_place_from_any_folder(tmp_path, monkeypatch):
+    "B11"
+    from minigpt.pretrain_dataset import data_dir
+
+    monkeypatch.delenv("MINIGPT_DATA", raising=False)
+    places = set()
+    for folder in (ROOT, ROOT / "nbs", tmp_path):
+        monkeypatch.chdir(folder)
+        places.add(data_dir())
+    assert len(places) == 1
+
+
+def test_b14_no_order_of_chapters_leaks_a_patch():
+    "B14: each chapter runs in a kernel of its own, and strategies put the class back"
+    assert 'for chapter in nbs/*.ipynb' in (ROOT / ".ci" / "run").read_text() and "jupyter execute" in (ROOT / ".ci" / "run").read_text()
+    from minigpt.ddp import patch_ddp
+    from minigpt.pretrainer_single import STRATEGY_SEAMS, Trainer, unpatch
+
+    unpatch(Trainer)
+    plain = {name: getattr(Trainer, name) for name in STRATEGY_SEAMS}
+    for strategies in ([patch_ddp], [patch_ddp, patch_ddp]):
+        for strategy in strategies:
+            strategy(Trainer)
+        assert Trainer.wrap_model.__module__ == "minigpt.ddp"
+        unpatch(Trainer)
+        assert {name: getattr(Trainer, name) for name in STRATEGY_SEAMS} == plain
+
+
+def test_b18_what_other_editors_leave_in_a_notebook_is_cleaned(tmp_path):
+    "B17, B18: metadata of VS Code and execution counts go, outputs stay; CI names the command that mends it"
+    nb = json.loads(NOTEBOOKS[0].read_text(encoding="utf-8"))
+    clean = json.dumps(nb, sort_keys=True)
+    shown = next(cell for cell in nb["cells"] if cell.get("outputs"))
+    shown["execution_count"], shown["metadata"] = 7, {"vscode": {"languageId": "python"}, "collapsed": False}
+    nb["metadata"]["vscode"] = {"interpreter": {"hash": "0"}}
+    (tmp_path / "nb.ipynb").write_text(json.dumps(nb), encoding="utf-8")
+    subprocess.run([Path(sys.executable).with_name("nbdev_clean"), "--fname", tmp_path / "nb.ipynb"], check=True, cwd=ROOT, timeout=60)
+    assert json.dumps(json.loads((tmp_path / "nb.ipynb").read_text(encoding="utf-8")), sort_keys=True) == clean
+    assert "run nbdev_export and nbdev_clean" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_b19_no_cell_is_skipped_where_there_is_no_gpu(path):
+    "B19: every cell runs on a CPU, so nothing has to be flagged"
+    assert not [cell["id"] for cell in cells(path) if re.search(r"^#\s*\|\s*(eval\s*:\s*false|notest)", source(cell), re.M)]
+
+
+def test_b04_b16_b20_the_guides_tell_the_way():
+    "B04: what a missing package means; B16: merge conflicts; B20: uv and pip; the commands they name are installed"
+    readme, guide = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md"))
+    assert "No module named minigpt" in readme and "pip install -e ." in readme
+    assert "uv pip install -e" in guide
+    for command in ("nbdev_export", "nbdev_clean", "nbdev_install_hooks", "nbdev_fix"):
+        assert command in guide and Path(sys.executable).with_name(command).exists()
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md", "CONTRIBUTING.md"])
+def test_every_local_link_leads_somewhere(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    assert all((ROOT / link).exists() for link in links) and (links or name == "CONTRIBUTING.md")
