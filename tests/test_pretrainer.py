@@ -573,3 +573,14 @@ def test_p09_data_are_prepared_before_ranks_meet(texts, tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(pretrainer, "prepare_data", prepare)
     assert cli("--dataset_path", texts, *SMALL, "--output_dir", tmp_path) == 2 and met == [False]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX pipes")
+def test_a_reader_that_leaves_costs_one_line(texts, tmp_path):
+    "`pretrainer.py | head`: no traceback when nobody reads on"
+    command = [sys.executable, ENTRY, "--dataset_path", texts, *SMALL, "--max_steps", 400, "--eval_steps", 1, "--output_dir", tmp_path]
+    with subprocess.Popen([str(c) for c in command], env=launch_env(1), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert any(" lr=" in line for line in process.stdout)  # it trains by now
+        process.stdout.close()
+        error = process.stderr.read()
+        assert process.wait(60) == 1 and error.strip() == "pretrainer.py: Broken pipe", error
