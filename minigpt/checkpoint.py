@@ -182,6 +182,15 @@ def newest(self) -> tuple[Path | None, list[str]]:
         notes.append(f"{path}: {reason}; passed over")
     return None, notes
 
+# %% ../nbs/06_checkpoint.ipynb #to-resume
+@patch_to(Checkpointer)
+def to_resume(self) -> tuple[Path | None, list[str]]:
+    "As `newest`; a ValueError where there are checkpoints and none can be trusted: to start afresh is not ours to decide"
+    path, notes = self.newest()
+    if not path and self.complete():
+        raise ValueError(f"{'; '.join(notes)}; none is left to go on from: --resume never starts afresh, --init_from PATH with weights alone")
+    return path, notes
+
 # %% ../nbs/06_checkpoint.ipynb #save
 @patch_to(Checkpointer)
 def save(

@@ -281,7 +281,7 @@ class PlainCheckpoints:
     ):
         self.folder, self.written = Path(output_dir), []
 
-    def newest(self) -> tuple[Path | None, list[str]]:
+    def to_resume(self) -> tuple[Path | None, list[str]]:
         "The file of the highest step, None without one; and what there is to tell about others"
         files = [p for p in self.folder.glob("checkpoint-*.pth") if p.stem.removeprefix("checkpoint-").isdecimal()]
         return max(files, key=lambda p: int(p.stem.removeprefix("checkpoint-")), default=None), []
@@ -505,7 +505,7 @@ def checkpoint_to_resume(self):
         return None, []
     if self.args.resume != "auto":
         return self.args.resume, []
-    return self.checkpointer.newest()
+    return self.checkpointer.to_resume()
 
 # %% ../nbs/04_pretrainer_single.ipynb #facts
 @patch_to(Trainer)
