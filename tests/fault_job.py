@@ -12,10 +12,10 @@ from trainer_job import make_trainer
 
 
 def main(folder, kind):
-    "Collectives give up after five seconds"
+    "Collectives give up after eight seconds"
     torch.set_num_threads(1)
     patch_ddp(Trainer)
-    trainer = make_trainer(folder, train_batch_size=4, timeout=5, save_steps=2)
+    trainer = make_trainer(folder, train_batch_size=4, timeout=8, save_steps=2)
     plain = trainer.optimizer_step
     (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
 

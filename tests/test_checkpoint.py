@@ -466,7 +466,7 @@ def test_keep_last_keeps_the_newest(tmp_path):
 
 def test_the_best_is_kept_besides_the_newest(tmp_path):
     "a loss that is no number is never the best"
-    for step, loss in enumerate((3.0, 1.5, float("nan"), 2.0, None, float("inf"), 2.5)):
+    for step, loss in enumerate((float("nan"), 1.5, 3.0, 2.0, None, float("inf"), 2.5)):
         keeper = saved(tmp_path, step, keep_last=2, eval_loss=loss)
     assert names(tmp_path) == ["checkpoint-1.pth", "checkpoint-5.pth", "checkpoint-6.pth"] and keeper.best().name == "checkpoint-1.pth"
 

@@ -173,12 +173,31 @@ def elastic(texts, folder):
     return told | dict(text=first.text, pids=pids)
 
 
+def lame(texts, folder):
+    "The error of a launch in which rank 1 does what the folder's name says"
+    folder.mkdir()
+    with pytest.raises(RankError) as failure:
+        run_ranks(Path(__file__).with_name("fault_job.py"), 2, args=[folder, folder.name], env=ONE_THREAD, stream=False, timeout=120)
+    return failure.value
+
+
+def swept(texts, folder):
+    "Twenty kills, of one process and of groups of two; the sweep itself raises where anything was lost"
+    command = [sys.executable, ROOT / "bench" / "kill_sweep.py", "--kills", "20", "--seed", "1"]
+    done = subprocess.run(command, env=launch_env(1, ONE_THREAD), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+SCENARIOS = dict(elastic=elastic, broken=broken, whole=whole, terminated=terminated, hangs=lame, leaves=lame, swept=swept)
+
+
 @pytest.fixture(scope="module")
 def launches(texts, tmp_path_factory):
-    "name -> (folder, what came of it); all run side by side"
+    "name -> (folder, what came of it); all run side by side: while one waits for a time-out, the others import"
     folder = tmp_path_factory.mktemp("launches")
-    with ThreadPoolExecutor() as pool:
-        running = {scenario.__name__: pool.submit(scenario, texts, folder / scenario.__name__) for scenario in (whole, broken, terminated, elastic)}
+    with ThreadPoolExecutor(len(SCENARIOS)) as pool:
+        running = {name: pool.submit(scenario, texts, folder / name) for name, scenario in SCENARIOS.items()}
     return lambda name: (folder / name, running[name].result())
 
 
@@ -361,25 +380,11 @@ def test_a_folder_that_is_removed_comes_back_with_the_next_checkpoint(tmp_path):
 # ---- ranks
 
 
-@pytest.fixture(scope="module")
-def lame_ranks(tmp_path_factory):
-    "kind -> the error of the launch, pids; both launches at once"
-    folder = tmp_path_factory.mktemp("lame")
-
-    def launch(kind):
-        (folder / kind).mkdir()
-        with pytest.raises(RankError) as failure:
-            run_ranks(Path(__file__).with_name("fault_job.py"), 2, args=[folder / kind, kind], env=ONE_THREAD, stream=False, timeout=100)
-        return failure.value, [int(path.read_text()) for path in (folder / kind).glob("pid-*")], folder / kind
-
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(("hangs", "leaves"), pool.map(launch, ("hangs", "leaves"))))
-
-
-@pytest.mark.parametrize("kind, said", [("hangs", "Timed out waiting 5000ms"), ("leaves", "[Cc]onnection (closed|reset)")])
-def test_a_rank_that_hangs_or_leaves_ends_the_job(kind, said, lame_ranks):
-    "by the time-out of five seconds, or at once: an error, no process left, the last checkpoint whole"
-    error, pids, folder = lame_ranks[kind]
+@pytest.mark.parametrize("kind, said", [("hangs", "Timed out waiting 8000ms"), ("leaves", "[Cc]onnection (closed|reset)")])
+def test_a_rank_that_hangs_or_leaves_ends_the_job(kind, said, launches):
+    "by the group's time-out, or at once: an error, no process left, the last checkpoint whole"
+    folder, error = launches(kind)
+    pids = [int(path.read_text()) for path in folder.glob("pid-*")]
     assert error.rank == 0 and re.search(said, str(error)), str(error)
     assert error.log.count("Traceback (most recent call last)") == 1
     assert len(pids) == 2 and none_left(pids)
@@ -389,17 +394,9 @@ def test_a_rank_that_hangs_or_leaves_ends_the_job(kind, said, lame_ranks):
 # ---- kills
 
 
-@pytest.fixture(scope="module")
-def swept():
-    "Twenty kills, of one process and of groups of two; the sweep itself raises where anything was lost"
-    command = [sys.executable, ROOT / "bench" / "kill_sweep.py", "--kills", "20", "--seed", "1"]
-    done = subprocess.run(command, env=launch_env(1, ONE_THREAD), capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
-def test_c01_after_every_kill_the_run_goes_on_from_the_newest_whole_checkpoint(swept):
+def test_c01_after_every_kill_the_run_goes_on_from_the_newest_whole_checkpoint(launches):
     "C01: inside saving and between, at stages that were drawn; 200 of them: python bench/kill_sweep.py"
+    _, swept = launches("swept")
     assert sum(swept["kills"].values()) == 20 and len(swept["kills"]) >= 8 and swept["kills"]["step"] < 15
     assert swept["torn files"] > 0 and len(swept["resumed from"]) >= 3
     assert swept["slowest survivor, s"] < 30
