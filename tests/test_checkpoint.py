@@ -156,6 +156,8 @@ def test_c14_order_after_a_resume_in_the_second_epoch(tmp_path):
     whole = trained(tmp_path, **options)
     rest = trained(tmp_path / "rest", **options | dict(resume=str(tmp_path / "checkpoint-14.pth")))
     assert rest.train_set.seen == whole.train_set.seen[14 * 4 :] and len(rest.train_set.seen) == 16 * 4
+    epochs = [whole.train_set.seen[40 * epoch : 40 * (epoch + 1)] for epoch in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
     assert (rest.epoch, rest.step) == (whole.epoch, whole.step)
 
 
