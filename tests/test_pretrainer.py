@@ -559,7 +559,7 @@ def test_a_refused_run_leaves_the_folder_as_it_was(texts, base, tmp_path, capsys
     folder = shutil.copytree(base / "whole", tmp_path / "run")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert cli("--dataset_path", texts, *SMALL, "--emb_dim", 64, "--max_steps", 8, "--output_dir", folder) == 2
-    assert "emb_dim 32 there, 64 here" in capsys.readouterr().err
+    assert "emb_dim 32 before, 64 now" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
