@@ -55,7 +55,7 @@ class HashedFile:
         "PyTorch's writer calls it at the end"
         self.file.flush()
 
-# %% ../nbs/06_checkpoint.ipynb #write-whole
+# %% ../nbs/06_checkpoint.ipynb #sync-folder
 def sync_folder(folder: Path):
     "Put a folder's names on the disk: without it a rename may not survive a power cut"
     if os.name == "nt":  # Windows has no such call
@@ -69,7 +69,7 @@ def sync_folder(folder: Path):
     finally:
         os.close(handle)
 
-
+# %% ../nbs/06_checkpoint.ipynb #write-whole
 def write_whole(
     path: Path,  # final name
     write,  # callable that writes into the open file it is given
@@ -284,7 +284,7 @@ def save(
     wait_for(self.pending)  # never two writes at once; and their buffers are free again
     self.pending.append(self.writer.submit(self.write, snapshot(state, self.memory)))
 
-
+# %% ../nbs/06_checkpoint.ipynb #saved
 @patch_to(Checkpointer)
 def saved(self, wait: bool = False) -> list[tuple[int, Path]]:
     "Steps and files that became whole since the last call; the OSError of a write that failed"
@@ -327,7 +327,9 @@ def take_up(
     "Load a checkpoint to go on with; a ValueError if another model, text or split made it"
     state = self.load(path)
     if changed := differences(run_identity(state), run_identity(now)):
-        cure = f"use its settings, or --resume never in another --output_dir; --init_from {path} starts a new run from its weights"
+        cure = "use its settings, or --resume never in another --output_dir"
+        if state["tokenizer_hash"] == now["tokenizer_hash"]:  # else its weights mean nothing here
+            cure += f"; --init_from {path} starts a new run from its weights"
         raise ValueError(f"{path}: made by another run: {changed}: {cure}")
     changed = differences(free_settings(state), free_settings(now))
     notes = [f"goes on with other settings: {changed}"] if changed else []
@@ -335,7 +337,7 @@ def take_up(
         notes.append("another number of processes: same windows in the same order, dropout from fresh seeds")
     return state, notes
 
-
+# %% ../nbs/06_checkpoint.ipynb #weights
 @patch_to(Checkpointer)
 def weights(
     self,
