@@ -1,5 +1,7 @@
 "Checkpoints: what is written is whole, what is read is what was written, what goes on is the same run"
 import json
+import signal
+import threading
 from unittest import mock
 
 import pytest
@@ -53,3 +55,20 @@ def test_a_failed_save_leaves_no_temporary_file_and_the_old_one_whole(tmp_path):
             trainer.checkpointer.saved(wait=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2.json", "checkpoint-2.pth"]
     assert trainer.checkpointer.newest() == (tmp_path / "checkpoint-2.pth", [])
+
+
+def test_a_second_signal_ends_the_wait_for_a_write(tmp_path):
+    "Also one that the wait itself does not see, here because another thread takes it: to end at once must not take as long as the disk"
+    gate, keeper = threading.Event(), Checkpointer(tmp_path)
+
+    def held_save(state, file):
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        gate.wait(20)
+
+    try:
+        with mock.patch.object(torch, "save", held_save), pytest.raises(KeyboardInterrupt):
+            keeper.save({"step": 1, "eval_loss": None})
+            keeper.saved(wait=True)
+        assert not keeper.pending[0].done()
+    finally:
+        gate.set()
