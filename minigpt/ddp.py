@@ -82,7 +82,7 @@ def check_agreement(self):
     options = asdict(self.args) | (self.about.get("model_config") or {})
     mine = {f"--{name}": value for name, value in options.items() if name not in ("output_dir", "resume")}
     mine |= dict(train_windows=len(self.train_set), eval_windows=len(self.eval_set or []), data=self.about.get("data_fingerprint"))
-    mine |= dict(checkpoint=Path(self.checkpoint_to_resume() or "none").name)
+    mine |= dict(checkpoint=Path(self.resume_from or "none").name)
     everyone = [None] * self.world_size
     dist.all_gather_object(everyone, mine)
     for name in mine:

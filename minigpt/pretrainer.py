@@ -8,7 +8,7 @@ __all__ = ['SIZES', 'STRATEGIES', 'CHOICES', 'GROUPS', 'OPTIONS', 'ALIASES', 'EL
            'env_int', 'complain', 'OneLineParser', 'default_text', 'build_parser', 'parse_args', 'my_turn', 'tell',
            'prepare_data', 'open_data', 'build_model', 'choose_strategy', 'settle_environment', 'share_cores',
            'opening', 'sample', 'log_to', 'fresh_folder', 'sole_use', 'plan', 'asked_for', 'check_same_step', 'start',
-           'leave', 'build_trainer', 'finish', 'job', 'known_trouble', 'what_is_left', 'main', 'load_run']
+           'leave', 'build_trainer', 'finish', 'job', 'stopped', 'known_trouble', 'what_is_left', 'main', 'load_run']
 
 # %% ../nbs/11_launch.ipynb #imports
 import argparse
@@ -36,6 +36,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 # %% ../nbs/11_launch.ipynb #imports-minigpt
+import minigpt.checkpoint as checkpoint
 import minigpt.collectives as collectives
 import minigpt.ddp as ddp
 import minigpt.pretrain_dataset as pretrain_dataset
@@ -569,9 +570,13 @@ def build_trainer(run: RunArgs, train: pretrainer_single.TrainArgs, options: dic
     optimizer = pretrainer_single.build_optimizer(model, train.learning_rate, train.weight_decay)
     where, here = dataset.path.resolve(), Path.cwd()
     data = str(where.relative_to(here) if where.is_relative_to(here) else where)
-    about = dict(strategy=run.strategy, run_args=asdict(run), model_config=asdict(model.config), data=data, data_fingerprint=dataset.fingerprint)
+    about = dict(
+        strategy=run.strategy, run_args=asdict(run), model_config=asdict(model.config), data=data,
+        data_fingerprint=dataset.fingerprint, tokenizer_hash=words.hash,
+    )  # fmt: skip
     STRATEGIES[run.strategy](pretrainer_single.Trainer)
-    trainer = pretrainer_single.Trainer(model, optimizer, train, device=run.device, about=about)
+    keeper = checkpoint.Checkpointer(train.output_dir, train.keep_last)
+    trainer = pretrainer_single.Trainer(model, optimizer, train, device=run.device, checkpointer=keeper, about=about)
     trainer.set_dataset(train_set, eval_set)
     trainer.folder_lock = sole_use(train.output_dir)
     if env_int("RANK", 0) == 0:
@@ -607,7 +612,7 @@ def job(
     run: RunArgs,  # what to run
     train: pretrainer_single.TrainArgs,  # how to train
     options: dict,  # model fields as given
-) -> int:  # exit code: 0 trained, 2 the user can mend it
+) -> int:  # exit code: 0 trained, 2 the user can mend it, 130 or 143 stopped by a signal
     "Build, train, draw the curve, with a sample before and after new steps; the process group is left on every path"
     try:
         trainer, words = build_trainer(run, train, options)
@@ -620,7 +625,10 @@ def job(
         done = trainer.step
         if not done:
             sample(trainer, words, run.prompt, run.sample_tokens)
-        trainer.train()
+        with checkpoint.stop_on_signals(trainer):
+            trainer.train()
+        if trainer.stopping:
+            return stopped(trainer)
         if trainer.step > done:
             sample(trainer, words, run.prompt, run.sample_tokens)
         if trainer.is_main_process:
@@ -628,6 +636,17 @@ def job(
     finally:
         leave(trainer)
     return 0
+
+# %% ../nbs/11_launch.ipynb #stopped
+def stopped(
+    trainer,  # ended by `stop_on_signals`, its checkpoint written
+) -> int:  # exit code, as a shell gives it to what a signal ends: 130 for Ctrl-C, 143 for SIGTERM
+    "Say where a run that was asked to end can be taken up"
+    signum = trainer.stopped_by or signal.SIGTERM  # another rank was asked, and told us
+    if trainer.is_main_process:
+        where = f"step {trainer.step} of {trainer.total_steps}"
+        complain(f"stopped by {signal.Signals(signum).name} after {where}; {what_is_left(trainer.args.output_dir)}")
+    return 128 + signum
 
 # %% ../nbs/11_launch.ipynb #known-trouble
 def known_trouble(
@@ -646,14 +665,15 @@ def what_is_left(
     folder: str,  # output_dir; empty: none was made yet
 ) -> str:
     "What an interrupted run can be resumed from"
-    if folder and (found := pretrainer_single.CheckpointFolder(folder).complete()):
-        return f"the same command with --output_dir {folder} goes on from {found[-1].name}"
+    newest, notes = checkpoint.Checkpointer(folder).newest() if folder else (None, [])
+    if newest:
+        return "; ".join([*notes, f"the same command with --output_dir {folder} goes on from {newest.name}"])
     return "there is no checkpoint yet: --save_steps 100 writes one every 100 steps"
 
 # %% ../nbs/11_launch.ipynb #main
 def main(
     argv: list[str] | None = None,  # None: sys.argv
-) -> int:  # exit code: 0 trained, 1 the training went wrong, 2 the user can mend it, 130 interrupted
+) -> int:  # exit code: 0 trained, 1 the training went wrong, 2 the user can mend it, 130 or 143 ended by a signal
     "Pretrain as the command line says; the same code in one process and under torchrun"
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a narrow console shows ? and the run goes on; a pipe gets each line at once
@@ -680,18 +700,23 @@ def main(
 # %% ../nbs/11_launch.ipynb #load-run
 def load_run(
     folder: str | Path,  # a run's output_dir
-    checkpoint: str | Path | None = None,  # None: the newest whole one
+    which: str | Path | None = None,  # a checkpoint's path; "best": by evaluation loss; None: the newest whole one
 ) -> tuple[transformer.MiniGPT, tokenizer.Tokenizer]:
     "The model that a run trained, with its tokenizer"
-    checkpoints = pretrainer_single.CheckpointFolder(folder)
-    found = [checkpoint] if checkpoint else checkpoints.complete()[-1:]
-    if not found:
-        raise FileNotFoundError(f"{folder}: no checkpoint in it; give a run's own folder")
-    state = checkpoints.load(found[0])
+    checkpoints = checkpoint.Checkpointer(folder)
+    path = which or checkpoints.newest()[0]
+    if which == "best":
+        path = checkpoints.best()
+    if not path:
+        raise FileNotFoundError(f"{folder}: no whole checkpoint in it; give a run's own folder")
+    state = checkpoints.load(path)
     model = transformer.MiniGPT(transformer.GPTConfig(**state["config"]))
     model.load_state_dict(state["model_state"])
     return model.eval(), tokenizer.Tokenizer.load(Path(folder) / "tokenizer.json")
 
 # %% ../nbs/11_launch.ipynb #run-as-script
 if __name__ == "__main__" and "__file__" in globals():  # the first is true in a notebook too, which has no __file__
-    sys.exit(main())
+    code = main()
+    if code == 130:  # at once: a write that is under way would hold the exit up, and its file has no final name yet
+        os._exit(code)
+    sys.exit(code)

@@ -283,11 +283,6 @@ def test_resumed_run_equals_an_unbroken_one(saved, tmp_path):
     assert losses(rest.events) == losses(whole.events)[saved:]
 
 
-def test_keep_last_keeps_the_newest(tmp_path):
-    trained(tmp_path, train_batch_size=4, max_steps=8, save_steps=2, keep_last=2)
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*.pth")) == ["checkpoint-6.pth", "checkpoint-8.pth"]
-
-
 # ---- data
 
 
@@ -434,7 +429,7 @@ def test_predict_keeps_mode_and_device(tmp_path):
 def test_order_is_a_function_of_seed_epoch_and_position():
     whole = [BatchOrder(43, 6, seed) for seed in (1, 1, 2)]
     assert list(whole[0]) == list(whole[1]) != list(whole[2])
-    whole[1].start = 3
+    whole[1].start = 18  # windows, whatever the batch
     assert list(whole[1]) == list(whole[0])[3:]
     parts = [BatchOrder(43, 2, 1, rank, 3) for rank in range(3)]
     assert [sum(batches, []) for batches in zip(*parts)] == list(whole[0])
@@ -443,37 +438,12 @@ def test_order_is_a_function_of_seed_epoch_and_position():
 # ---- a checkpoint that must not be gone on from
 
 
-def test_an_altered_or_incomplete_checkpoint_is_refused_in_one_line(tmp_path):
-    trained(tmp_path, train_batch_size=4, max_steps=2)
-    path = tmp_path / "checkpoint-2.pth"
-    load, whole = single.CheckpointFolder(tmp_path).load, path.read_bytes()
-    middle = len(whole) // 2
-    path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-    with pytest.raises(ValueError, match="altered since it was written"):
-        load(path)
-    for junk in (b"", b"hello", whole[:middle]):
-        (tmp_path / "junk.pth").write_bytes(junk)
-        with pytest.raises(ValueError, match="damaged, or no checkpoint"):
-            load(tmp_path / "junk.pth")
-    for state in ({"model_state": {}}, [1, 2], torch.zeros(3)):  # C24: weights alone
-        torch.save(state, tmp_path / "part.pth")
-        with pytest.raises(ValueError, match="lacks .*optimizer_state"):
-            load(tmp_path / "part.pth")
-
-
 @pytest.mark.parametrize("changed", [dict(seed=7), dict(train_ratio=0.5)])
 def test_another_split_is_not_the_same_run(tmp_path, changed):
     "another seed or ratio would evaluate on windows that were trained on"
     trained(tmp_path, train_batch_size=4, max_steps=2)
     with pytest.raises(ValueError, match=next(iter(changed))):
         trained(tmp_path, train_batch_size=4, max_steps=4, resume="auto", **changed)
-
-
-def test_a_failed_save_leaves_no_temporary_file(tmp_path):
-    trainer = trained(tmp_path, train_batch_size=4, max_steps=2)
-    with mock.patch.object(torch, "save", side_effect=OSError(28, "No space left on device")), pytest.raises(OSError):
-        trainer.checkpointer.save({"step": 9})
-    assert not [p for p in tmp_path.iterdir() if "9" in p.name or p.suffix == ".tmp"]
 
 
 @pytest.mark.parametrize("wrong", [dict(device="mps"), dict(device="cpu:x"), dict(device="tpu")])

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import Dataset
 
+from minigpt.checkpoint import Checkpointer
 from minigpt.pretrainer_single import TrainArgs, Trainer, print_event
 from minigpt.transformer import GPTConfig, MiniGPT
 
@@ -47,7 +48,7 @@ def make_trainer(folder, model=None, optimizer=None, train=43, evaluation=11, ma
     defaults = dict(num_train_epochs=1, learning_rate=0.3, warmup_steps=2, eval_steps=3, log_every=1, resume="never", output_dir=str(folder))
     args = TrainArgs(**defaults | options)
     events = []
-    trainer = Trainer(model, (optimizer or sgd)(model), args, device="cpu", log=log or events.append)
+    trainer = Trainer(model, (optimizer or sgd)(model), args, device="cpu", log=log or events.append, checkpointer=Checkpointer(folder, args.keep_last))
     trainer.set_dataset(Windows(range(train), masked), Windows(range(43, 43 + evaluation)))
     trainer.events = events
     return trainer
