@@ -5,22 +5,22 @@ it writes nothing, starts nothing and imports nothing that the file names: an au
 """
 import contextlib
 import gzip
+import hashlib
 import io
 import json
 import math
 import os
+import pickle
 import random
 import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -29,9 +29,11 @@ import minigpt.pretrain_dataset as data
 import minigpt.pretrainer as pretrainer
 import minigpt.runlog as runlog
 import minigpt.tokenizer as tk
+from minigpt.checkpoint import Checkpointer
 from minigpt.collectives import launch_env
 from minigpt.runlog import RunLog, parse_line, read_run
 from test_runlog import record, toy_trainer
+from trainer_job import make_trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "the cat sat on the mat and the dog sat on the log. "
@@ -487,6 +489,103 @@ def test_l01_each_record_begins_a_line(tmp_path, name):
             file.write(b'{"event": "tr' if name == "metrics.jsonl" else b"2026-01-05 09:0")
         log(record(step))
     assert steps_in(tmp_path / name) == [1, 2]
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    "The bytes and the sidecar of a checkpoint of step 3"
+    folder = tmp_path_factory.mktemp("whole")
+    make_trainer(folder, train_batch_size=4, max_steps=3).train()
+    return (folder / "checkpoint-3.pth").read_bytes(), json.loads((folder / "checkpoint-3.json").read_text("utf-8"))
+
+
+def look(folder):
+    "The newest whole checkpoint of a folder, after a look at what is said of the others"
+    keeper = Checkpointer(folder)
+    with only_reads():
+        newest, notes = keeper.newest()
+        keeper.best(), keeper.complete()
+    assert all(len(note.splitlines()) == 1 and str(folder) in note for note in notes), notes
+    return newest, notes
+
+
+def take(path):
+    "What loading gives; None where it is refused"
+    with only_reads():
+        return refused(lambda: Checkpointer(path.parent).load(path), path)
+
+
+@fuzz(120)
+@given(st.data())
+def test_c01_c27_any_folder_has_a_newest_checkpoint_or_none(tmp_path_factory, whole, more):
+    "sidecars and checkpoints of any content and name, around one that is whole"
+    folder, (content, facts) = tmp_path_factory.mktemp("run"), whole
+    (folder / "checkpoint-3.pth").write_bytes(content)
+    (folder / "checkpoint-3.json").write_bytes(dump(facts))
+    for name in more.draw(st.lists(st.sampled_from(["7", "12", "", "1e3", "-1", "007", "x", "\u0663", "9" * 30]), max_size=3, unique=True)):
+        wrong = st.dictionaries(st.sampled_from(sorted(facts)), values, max_size=2).map(lambda fields: dump(facts | dict(step=7) | fields))
+        (folder / f"checkpoint-{name}.json").write_bytes(more.draw(st.one_of(wrong, damaged(dump(facts)), values.map(dump), st.sampled_from(DEEP).map(str.encode))))
+        (folder / f"checkpoint-{name}.pth").write_bytes(more.draw(st.one_of(st.just(content), damaged(content), st.binary(max_size=20))))
+    newest, notes = look(folder)
+    assert newest and newest.read_bytes() == content
+    for path in folder.glob("*.pth"):
+        state = take(path)
+        assert state is None or state["step"] == 3
+
+
+@fuzz(60)
+@given(st.data())
+def test_c01_a_damaged_checkpoint_is_refused_in_one_line(tmp_path_factory, whole, more):
+    path = tmp_path_factory.mktemp("run") / "checkpoint-3.pth"
+    path.write_bytes(more.draw(damaged(whole[0])))
+    take(path)  # without a sidecar there is no hash to compare: PyTorch's own reader has to bear it
+    path.with_suffix(".json").write_bytes(dump(whole[1]))
+    assert take(path) is None or path.read_bytes() == whole[0]
+
+
+class Harm:
+    "What a pickle runs when it is loaded"
+
+    def __reduce__(self):
+        return os.system, ("touch gone",)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+@pytest.mark.parametrize("kind", ["pickle", "torch", "old", "state"])
+def test_c06_c07_a_checkpoint_that_means_harm_runs_nothing(tmp_path, monkeypatch, whole, kind, protocol):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "checkpoint-3.pth"
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(Harm(), protocol))
+    else:
+        (tmp_path / "good").write_bytes(whole[0])
+        state = torch.load(tmp_path / "good", weights_only=True) | dict(config=Harm()) if kind == "state" else Harm()
+        torch.save(state, path, _use_new_zipfile_serialization=kind != "old")
+    facts = whole[1] | dict(bytes=path.stat().st_size, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    path.with_suffix(".json").write_bytes(dump(facts))  # hashes can be made for anything: the hash is no proof of good will
+    assert look(tmp_path)[0] == path and take(path) is None and not (tmp_path / "gone").exists()
+
+
+def test_c01_what_is_no_file_is_passed_over(tmp_path, whole):
+    "folders, and links that lead nowhere or around"
+    content, facts = whole
+    (tmp_path / "checkpoint-3.pth").write_bytes(content)
+    (tmp_path / "checkpoint-3.json").write_bytes(dump(facts))
+    (tmp_path / "checkpoint-4.pth").mkdir()
+    (tmp_path / "checkpoint-5.pth").symlink_to("checkpoint-5.pth")
+    (tmp_path / "checkpoint-6.pth").symlink_to("nowhere")
+    for step in range(4, 7):
+        size = (tmp_path / "checkpoint-4.pth").stat().st_size if step == 4 else 0
+        (tmp_path / f"checkpoint-{step}.json").write_bytes(dump(facts | dict(step=step, serial=step, bytes=size)))
+    (tmp_path / "checkpoint-7.pth").write_bytes(content)
+    (tmp_path / "checkpoint-7.json").mkdir()
+    newest, notes = look(tmp_path)
+    assert newest == tmp_path / "checkpoint-3.pth" and len(notes) == 4
+    assert {path.name for path in tmp_path.glob("*.pth") if take(path)} == {"checkpoint-3.pth"}
 
 
 # --- YAML ----------------------------------------------------------------------------------------------------------------------
