@@ -6,7 +6,7 @@
 __all__ = ['DEFAULT_WINDOWS', 'COUNTERS', 'STRATEGY_SEAMS', 'token_loss', 'lr_at', 'build_optimizer', 'BatchOrder', 'in_groups',
            'collate', 'TrainArgs', 'check_args', 'Choices', 'choose', 'choose_dtype', 'log_line', 'print_event',
            'rng_state', 'set_rng_state', 'patch_to', 'PlainCheckpoints', 'Trainer', 'peak_memory_mb', 'fitting',
-           'run_identity', 'differences', 'unpatch', 'patch_strategy']
+           'unpatch', 'patch_strategy']
 
 # %% ../nbs/04_pretrainer_single.ipynb #imports
 import itertools
@@ -281,14 +281,18 @@ class PlainCheckpoints:
     ):
         self.folder, self.written = Path(output_dir), []
 
-    def newest(self) -> tuple[Path | None, list[str]]:
+    def to_resume(self) -> tuple[Path | None, list[str]]:
         "The file of the highest step, None without one; and what there is to tell about others"
         files = [p for p in self.folder.glob("checkpoint-*.pth") if p.stem.removeprefix("checkpoint-").isdecimal()]
         return max(files, key=lambda p: int(p.stem.removeprefix("checkpoint-")), default=None), []
 
-    def load(self, path, weights_alone: bool = False) -> dict:
-        "What was saved, on the CPU"
-        return torch.load(path, map_location="cpu", weights_only=True)
+    def take_up(self, path, now: dict) -> tuple[dict, list[str]]:
+        "What was saved, on the CPU; and what there is to tell about it"
+        return torch.load(path, map_location="cpu", weights_only=True), []
+
+    def weights(self, path, now: dict) -> dict:
+        "The weights alone"
+        return self.take_up(path, now)[0]["model_state"]
 
     def save(self, state: dict):
         "Write the state of one step"
@@ -493,7 +497,7 @@ def setup(self):
     self.clock, self.tokens_at_clock = time.perf_counter(), self.tokens_seen
     self.is_ready = True
 
-
+# %% ../nbs/04_pretrainer_single.ipynb #checkpoint-to-resume
 @patch_to(Trainer)
 def checkpoint_to_resume(self):
     "The checkpoint that `resume` names, None to start afresh; and what there is to tell about others"
@@ -501,7 +505,7 @@ def checkpoint_to_resume(self):
         return None, []
     if self.args.resume != "auto":
         return self.args.resume, []
-    return self.checkpointer.newest()
+    return self.checkpointer.to_resume()
 
 # %% ../nbs/04_pretrainer_single.ipynb #facts
 @patch_to(Trainer)
@@ -554,7 +558,7 @@ def train(self):
         self.cleanup()
         self.is_ready = False
 
-
+# %% ../nbs/04_pretrainer_single.ipynb #train-epoch
 @patch_to(Trainer)
 def train_epoch(self, epoch: int):
     "One pass over the training windows, or what is left of it"
@@ -616,7 +620,7 @@ def autocast(self):
     dtype = getattr(torch, self.choices.dtype)
     return torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32)
 
-# %% ../nbs/04_pretrainer_single.ipynb #check-finite
+# %% ../nbs/04_pretrainer_single.ipynb #finish-step
 @patch_to(Trainer)
 def finish_step(self, seen):
     "Update the weights, unless the gradient is not finite; `seen` is this rank's loss in nats and its tokens"
@@ -629,7 +633,7 @@ def finish_step(self, seen):
     if self.args.on_nan == "stop" or seen.isfinite().all():
         self.loss_acc += seen
 
-
+# %% ../nbs/04_pretrainer_single.ipynb #check-finite
 @patch_to(Trainer)
 def check_finite(self, what: str, value: float):
     "True for a finite number; else a FloatingPointError, or a note under `--on_nan skip`; all ranks see the same number, so all do the same"
@@ -645,7 +649,7 @@ def check_finite(self, what: str, value: float):
         "--learning_rate too high, no warm-up, --clip 0, float16 overflow, bad data; --on_nan skip leaves such updates out"
     )
 
-
+# %% ../nbs/04_pretrainer_single.ipynb #adjust-lr
 @patch_to(Trainer)
 def adjust_lr(self):
     "Set and return the rate of the coming update"
@@ -708,7 +712,7 @@ def record(self, kind: str, lr: float, elapsed: float, **extra):
     self.loss_acc = self.zeros(2)
     self.clock, self.tokens_at_clock = time.perf_counter(), self.tokens_seen
 
-
+# %% ../nbs/04_pretrainer_single.ipynb #peak-memory
 def peak_memory_mb(device: torch.device) -> float | None:
     "Most memory used so far in MB: of the GPU's allocator, or of this process; None where the system does not tell"
     if device.type == "cuda":
@@ -744,7 +748,7 @@ def report_saved(self, wait: bool, is_last: bool = False):
             raise
         self.emit("note", text=f"checkpoint not written: {error}; the last whole one is {self.last_checkpoint or 'none'}; training goes on")
 
-
+# %% ../nbs/04_pretrainer_single.ipynb #checkpoint
 @patch_to(Trainer)
 def checkpoint(self) -> dict:
     "All that a resumed run needs, as tensors and plain Python"
@@ -769,21 +773,11 @@ def described(self) -> dict:
 COUNTERS = ("step", "epoch", "position", "samples_seen", "tokens_seen", "skipped_steps")
 
 
-@contextmanager
-def fitting(path):
-    "Within: what does not fit this model or optimizer is a ValueError of one line"
-    try:
-        yield
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: does not fit this run: {' '.join(str(error).split())[:300]}") from None
-
-
 @patch_to(Trainer)
 def load_checkpoint(self, path) -> list[str]:
     "Go on from a checkpoint: weights, optimizer, scaler, random state and place in the data; returns what to tell"
-    state = self.checkpointer.load(path)
-    self.check_same_run(state, path)
-    notes = self.reuse_choices(state["choices"]) + self.what_changed(state)
+    state, notes = self.checkpointer.take_up(path, self.described())  # refuses another run's
+    notes += self.reuse_choices(state["choices"])
     with fitting(path):
         self.load_state(state)
         self.scaler.load_state_dict(state["scaler_state"])
@@ -795,55 +789,26 @@ def load_checkpoint(self, path) -> list[str]:
     return notes
 
 
+@contextmanager
+def fitting(path):
+    "Within: what does not fit this model or optimizer is a ValueError of one line"
+    try:
+        yield
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: does not fit this run: {' '.join(str(error).split())[:300]}") from None
+
+# %% ../nbs/04_pretrainer_single.ipynb #load-weights
 @patch_to(Trainer)
 def load_weights(self, path) -> list[str]:
-    "A new run from another's weights; the tokenizer must be the same"
-    state = self.checkpointer.load(path, weights_alone=True)
-    then, now = state.get("tokenizer_hash"), self.about.get("tokenizer_hash")
-    if then and now and then != now:
-        raise ValueError(f"--init_from {path}: its tokens are another tokenizer's, {then} there, {now} here; train from the start")
+    "A new run from another's weights; returns what to tell"
     with fitting(path):
-        self.unwrap_model().load_state_dict(state["model_state"])
+        self.unwrap_model().load_state_dict(self.checkpointer.weights(path, self.described()))
     return [f"weights from {path}; optimizer, schedule and data begin anew"]
-
-# %% ../nbs/04_pretrainer_single.ipynb #check-same-run
-def run_identity(
-    facts: dict,  # a checkpoint, or `described()` of a trainer
-) -> dict:
-    "What a run and its continuation must have in common: model, split, data and tokenizer"
-    split = {name: facts["train_args"].get(name) for name in ("seed", "train_ratio")}
-    return {**(facts["config"] or {}), **split, **{name: facts[name] for name in ("data_fingerprint", "tokenizer_hash")}}
-
-
-def differences(then: dict, now: dict, words=("there", "here")):
-    "Names and both values of what two dicts share and see otherwise"
-    return [f"{name} {then[name]} {words[0]}, {now[name]} {words[1]}" for name in now if name in then and then[name] != now[name]]
-
-
-@patch_to(Trainer)
-def check_same_run(self, state, path):
-    "A checkpoint of another model or of other data is not this run's past: a ValueError"
-    if changed := differences(run_identity(state), run_identity(self.described())):
-        cure = "Use its settings, or --resume never in another --output_dir; --init_from starts a new run from its weights"
-        raise ValueError(f"{path}: made by another run: {'; '.join(changed)}. {cure}")
-
-# %% ../nbs/04_pretrainer_single.ipynb #what-changed
-@patch_to(Trainer)
-def what_changed(self, state) -> list[str]:
-    "What a resumed run does otherwise than the one that saved: allowed, but told"
-    told = lambda facts: {**facts["train_args"], "processes": facts["world_size"], "steps in all": facts["total_steps"]}
-    silent = {"output_dir", "resume", "init_from", "max_steps", "num_train_epochs"}  # the last two: `steps in all` tells
-    now = {name: value for name, value in told(self.described()).items() if name not in silent}
-    changed = differences(told(state), now, ("before", "now"))
-    notes = [f"goes on with other settings: {', '.join(changed)}"] if changed else []
-    if state["world_size"] != self.world_size:
-        notes.append("another number of processes: same windows in the same order, dropout from fresh seeds")
-    return notes
 
 
 @patch_to(Trainer)
 def reuse_choices(self, then: dict) -> list[str]:
-    "What `auto` chose for a run is not chosen again, as far as this device can do it"
+    "What `auto` chose for a run is not chosen again, as far as this device can do it; returns what to tell"
     asked = self.args.dtype != "auto" or self.args.use_mixed_precision is not None
     if asked or then.get("dtype") in (None, self.choices.dtype):
         return []
