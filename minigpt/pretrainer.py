@@ -304,9 +304,9 @@ def parse_args(
         take = lambda cls: cls(**{f.name: options.pop(f.name) for f in fields(cls) if f.name in options})
         return take(RunArgs), take(pretrainer_single.TrainArgs), options
     except (ValueError, OSError) as error:
-        named = re.match(r"--(\w+)", str(error))
-        in_file = named and named[1] in places and named[1] not in given
-        parser.error(f"{places[named[1]]}: {error}" if in_file else error)
+        named = re.findall(r"--(\w+)", str(error).partition(": ")[0])
+        by_file = [places[name] for name in named if name in places and name not in given]
+        parser.error(f"{by_file[0]}: {error}" if by_file else error)
 
 # %% ../nbs/11_launch.ipynb #my-turn
 @contextmanager

@@ -633,6 +633,7 @@ HOSTILE = {  # content -> words of the line
     "seed: 1\nmax_steps: ten\n": "line 2: max_steps ten whole number",
     "seed: 1\ntrain_ratio: 1.5\n": "line 2: --train_ratio 1.5",
     "size: XL\n": "line 1: --size XL S, M, L",
+    "seed: 1\nmin_lr: 1\n": "line 2: --learning_rate 0.004 --min_lr 1.0",
     "seed: 1\n# why\nclip: -1\n": "line 3: --clip -1.0 negative",
     "seed:\n": "line 1: seed give a value",
     "seed: !!python/object/apply:os.system ['touch gone']\n": "line 1: seed python/object/apply:os.system",
