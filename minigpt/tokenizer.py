@@ -9,6 +9,7 @@ __all__ = ['SPLIT_PATTERN', 'MAX_TOKEN_BYTES', 'MAX_VOCAB', 'SPECIALS', 'FILE_FO
            'Tokenizer', 'train_tokenizer']
 
 # %% ../nbs/01_tokenizer.ipynb #imports
+import errno
 import glob
 import hashlib
 import json
@@ -339,6 +340,10 @@ def part_file(
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, path)
+        except OSError as error:
+            if errno.errorcode.get(error.errno) in ("ENOSPC", "EDQUOT", "EFBIG"):  # a full disk doesn't say which file it refused
+                error.filename = str(path)
+            raise
         finally:
             part.unlink(missing_ok=True)
 
@@ -405,4 +410,6 @@ def train_tokenizer(
     least = 256 + len(specials)
     if vocab_size < least:
         raise ValueError(f"vocab_size {vocab_size} is too small: 256 bytes and {len(specials)} special tokens need at least {least}")
+    if vocab_size > MAX_VOCAB:  # the library would take memory for all of it first
+        raise ValueError(f"vocab_size {vocab_size} is too large: at most {MAX_VOCAB}")
     return Tokenizer(library_merges(texts, vocab_size - len(specials)), specials)

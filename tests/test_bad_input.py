@@ -346,6 +346,19 @@ def test_a_vocabulary_of_millions_is_refused_at_once(tmp_path, words, monkeypatc
         tk.Tokenizer.load(tmp_path / "t.json")
 
 
+def test_d31_a_vocabulary_asked_for_beyond_all_measure_is_one_line(tmp_path, capsys):
+    "the library would reserve memory for it, and end the process"
+    for size in (tk.MAX_VOCAB + 1, 10**9, 10**25):
+        with pytest.raises(ValueError, match=f"vocab_size {size} is too large: at most {tk.MAX_VOCAB}"):
+            tk.train_tokenizer([TEXT], size)
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    command = ["--dataset_path", tmp_path / "a.txt", "--vocab_size", 10**9, "--output_dir", tmp_path / "run"]
+    with pytest.MonkeyPatch.context() as m:
+        m.setenv("MINIGPT_DATA", str(tmp_path / "data"))
+        assert pretrainer.main([str(word) for word in command]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 # --- run log -------------------------------------------------------------------------------------------------------------------
 
 events = st.fixed_dictionaries(
@@ -772,6 +785,18 @@ def test_ctrl_c_while_data_are_prepared_is_one_line(tmp_path):
         assert process.wait(60) == 130
     assert len(error.splitlines()) == 1 and "interrupted" in error, error
     assert [name for name in os.listdir(tmp_path / "data") if name != "prepare.lock"] == [] and not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_while_data_are_prepared_names_the_file_and_leaves_nothing(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT * 2000, encoding="utf-8")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(OSError) as error:
+            data.prepare_files([tmp_path / "a.txt"], 270, tmp_path / "data", progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(tmp_path / "data" / "files-") in str(error.value) and os.listdir(tmp_path / "data") == []
 
 
 # --- a rest --------------------------------------------------------------------------------------------------------------------
