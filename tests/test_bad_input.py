@@ -12,7 +12,6 @@ import math
 import os
 import pickle
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from minigpt.runlog import RunLog, parse_line, read_run
 from test_runlog import record, toy_trainer
 from trainer_job import make_trainer
 
+resource = pytest.importorskip("resource", reason="POSIX limits and signals")
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "the cat sat on the mat and the dog sat on the log. "
 
