@@ -40,7 +40,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 import minigpt
-from .tokenizer import MAX_VOCAB, Tokenizer, clear_parts, part_file, train_tokenizer
+from .tokenizer import MAX_VOCAB, Tokenizer, part_file, train_tokenizer
 
 # %% ../nbs/02_pretrain_dataset.ipynb #zstd-reader
 class _ZstdReader(io.RawIOBase):
@@ -684,7 +684,6 @@ def prepare_corpus(
     corpus, bin_path = _corpus(name), _folder(data_dir) / f"{name}-{vocab_size}.bin"
     source = f"{name} ({corpus.package or 'python==' + platform.python_version()}, recipe {corpus.recipe})"
     if not _is_ready(bin_path, [source]):
-        clear_parts(bin_path.parent)
         documents = list(read_corpus(name))
         data = [(str(number), document.encode()) for number, document in enumerate(documents)]
         size, sha256 = sum(len(document) for _, document in data), corpus.sha256 or _hash_files(data)
@@ -728,7 +727,6 @@ def prepare_files(
     key = json.dumps([VERSION, [(_kind_of(file), source["sha256"]) for file, source in zip(files, sources)], options])
     bin_path = _folder(data_dir) / f"files-{hashlib.sha256(key.encode()).hexdigest()[:8]}-{vocab_size}.bin"
     if not _is_ready(bin_path, [source["name"] for source in sources]):
-        clear_parts(bin_path.parent)
         size = sum(source["bytes"] for source in sources)
         sample = sample_documents(read_documents(paths, **options), size)
         tokenizer = train_tokenizer(tqdm(sample, desc="reading for the tokenizer", unit=" documents", disable=not progress), vocab_size)

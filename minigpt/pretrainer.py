@@ -453,10 +453,10 @@ def log_to(
     trainer,  # whose bar shows the newest loss
 ):
     "A log that writes the run folder, prints above the progress bar and puts loss and speed on it"
-    write = runlog.RunLog(folder, echo=tqdm.write)
+    log_file = trainer.log_file = runlog.RunLog(folder, echo=tqdm.write)
 
     def log(event):
-        write(event)
+        log_file(event)
         if event["event"] in ("train", "eval"):
             trainer.bar.set_postfix_str(f"loss {event['train_loss']:.3f}, {event['tokens_per_s']:.0f} tokens/s")
 
@@ -612,7 +612,7 @@ def job(
     run: RunArgs,  # what to run
     train: pretrainer_single.TrainArgs,  # how to train
     options: dict,  # model fields as given
-) -> int:  # exit code: 0 trained, 2 the user can mend it, 130 or 143 stopped by a signal
+) -> int:  # exit code: 0 trained, 1 part of the log is lost, 2 the user can mend it, 130 or 143 stopped by a signal
     "Build, train, draw the curve, with a sample before and after new steps; the process group is left on every path"
     try:
         trainer, words = build_trainer(run, train, options)
@@ -631,6 +631,8 @@ def job(
             return stopped(trainer)
         if trainer.step > done:
             sample(trainer, words, run.prompt, run.sample_tokens)
+        if trainer.is_main_process and trainer.log_file.unwritten:  # the log itself has told why
+            return 1
         if trainer.is_main_process:
             finish(trainer)
     finally:

@@ -10,21 +10,16 @@ __all__ = ['SPLIT_PATTERN', 'MAX_TOKEN_BYTES', 'MAX_VOCAB', 'SPECIALS', 'FILE_FO
 
 # %% ../nbs/01_tokenizer.ipynb #imports
 import errno
-import glob
 import hashlib
 import json
 import os
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks
-    fcntl = None
 
 import regex
 import tiktoken
@@ -296,32 +291,15 @@ def _read_content(
         raise ValueError("changed since it was saved (its hash does not match): train the tokenizer again")
     return content
 
-# %% ../nbs/01_tokenizer.ipynb #part-lock
-def _hold(
-    part: Path, # to be made; a FileExistsError where another process is writing it
-):              # closes at the end of a `with` block
-    "A new part file, locked until it is closed"
-    held = open(part, "xb")
-    if not fcntl:
-        held.close()  # Windows renames no open file
-        return nullcontext()
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(held, fcntl.LOCK_EX)
-    if os.fstat(held.fileno()).st_nlink:
-        return held
-    held.close()  # another process cleared it away before the lock was on
-    return _hold(part)
-
 # %% ../nbs/01_tokenizer.ipynb #clear-parts
 def clear_parts(
     folder: str | Path, # where files are written
-    name: str = "*",    # of the file that was to be written, as a pattern
 ):
-    "Delete part files that killed processes left: those whose lock is free"
-    for part in Path(folder).glob(f".{name}.part-*") if fcntl else ():
-        with suppress(OSError), open(part, "rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            part.unlink()
+    "Delete what killed writers left: part files that nobody has written to for a day"
+    for part in Path(folder).glob(".*.part-*"):
+        with suppress(OSError):  # another process may do the same
+            if time.time() - part.lstat().st_mtime > 24 * 3600:
+                part.unlink()
 
 # %% ../nbs/01_tokenizer.ipynb #part-file
 @contextmanager
@@ -332,20 +310,20 @@ def part_file(
     path = Path(path)
     part = path.with_name(f".{path.name}.part-{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    clear_parts(path.parent, glob.escape(path.name))
-    with _hold(part):
-        try:
-            with open(part, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except OSError as error:
-            if errno.errorcode.get(error.errno) in ("ENOSPC", "EDQUOT", "EFBIG"):  # a full disk doesn't say which file it refused
-                error.filename = str(path)
-            raise
-        finally:
-            part.unlink(missing_ok=True)
+    clear_parts(path.parent)
+    part.unlink(missing_ok=True)  # of a dead process that had our number
+    try:
+        with open(part, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # a full disk doesn't say which file it refused
+            error.filename = str(path)
+        raise
+    finally:
+        part.unlink(missing_ok=True)
 
 # %% ../nbs/01_tokenizer.ipynb #tokenizer-file
 class TokenizerFile:

@@ -56,6 +56,12 @@ def forked(work, moment=None, signum=None):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def age(folder):
+    "Let the part files in it be from long ago"
+    for part in folder.glob(".*.part-*"):
+        os.utime(part, (0, 0))
+
+
 def overwrite(folder, documents):
     "Data of a fixed name, as a caller of `prepare_dataset` makes them"
     words = data.train_tokenizer(documents, 280)
@@ -83,6 +89,7 @@ def main(folder):
             prepare = lambda: data.prepare_files([text], 280, place, progress=False)
             code = forked(prepare, moment, signum)
             names = sorted(path.name for path in place.iterdir()) if place.exists() else []
+            age(place)
             again = forked(prepare)
             after = sorted(path.name.partition(".")[2] for path in place.iterdir())
             whole = found(next(place.glob("*.bin"))) == NEW
@@ -91,6 +98,7 @@ def main(folder):
         overwrite(place, OLD)
         forked(lambda: overwrite(place, NEW), moment, signal.SIGKILL)
         between = {str(OLD): "old", str(NEW): "new", "None": "refused"}[str(found(place / "x.bin"))]
+        age(place)
         overwrite(place, NEW)
         print(json.dumps(dict(moment=moment, over=between, after=len(list(place.iterdir())), whole=found(place / "x.bin") == NEW)), flush=True)
 
