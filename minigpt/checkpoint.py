@@ -106,6 +106,8 @@ def read_sidecar(
     path: Path,  # of the checkpoint
 ) -> dict | None:  # None: missing, unreadable, or another step's
     "What was noted beside a checkpoint when it was whole"
+    if not path.with_suffix(".json").is_file():  # a pipe would be waited for
+        return None
     try:
         with open(path.with_suffix(".json"), encoding="utf-8") as file:
             facts = json.loads(file.read(4096))
@@ -122,6 +124,8 @@ def damage(
     facts = read_sidecar(path)
     if facts is None:
         return "its sidecar is missing or unreadable, so its write did not end"
+    if not path.is_file():
+        return "no file"
     try:
         size = path.stat().st_size
         if size != facts["bytes"]:

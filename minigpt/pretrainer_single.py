@@ -801,8 +801,9 @@ def fitting(path):
 @patch_to(Trainer)
 def load_weights(self, path) -> list[str]:
     "A new run from another's weights; returns what to tell"
+    weights = self.checkpointer.weights(path, self.described())
     with fitting(path):
-        self.unwrap_model().load_state_dict(self.checkpointer.weights(path, self.described()))
+        self.unwrap_model().load_state_dict(weights)
     return [f"weights from {path}; optimizer, schedule and data begin anew"]
 
 

@@ -602,6 +602,23 @@ def test_c01_what_is_no_file_is_passed_over(tmp_path, whole):
     assert {path.name for path in tmp_path.glob("*.pth") if take(path)} == {"checkpoint-3.pth"}
 
 
+def test_c01_pipes_and_devices_are_passed_over(tmp_path, whole):
+    "what never ends, or never begins, under a checkpoint's name"
+    content, facts = whole
+    (tmp_path / "checkpoint-3.pth").write_bytes(content)
+    (tmp_path / "checkpoint-3.json").write_bytes(dump(facts))
+    (tmp_path / "checkpoint-4.pth").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "checkpoint-5.pth")
+    for step in (4, 5):
+        (tmp_path / f"checkpoint-{step}.json").write_bytes(dump(facts | dict(step=step, serial=step, bytes=0)))
+    (tmp_path / "checkpoint-6.pth").write_bytes(content)
+    os.mkfifo(tmp_path / "checkpoint-6.json")
+    signal.alarm(20)
+    newest, notes = look(tmp_path)
+    assert newest == tmp_path / "checkpoint-3.pth" and len(notes) == 3
+    assert {path.name for path in tmp_path.glob("*.pth") if take(path)} == {"checkpoint-3.pth"}
+
+
 # --- YAML ----------------------------------------------------------------------------------------------------------------------
 
 
