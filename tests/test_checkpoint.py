@@ -59,15 +59,17 @@ def test_a_failed_save_leaves_no_temporary_file_and_the_old_one_whole(tmp_path):
 
 def test_a_second_signal_ends_the_wait_for_a_write(tmp_path):
     "Also one that the wait itself does not see, here because another thread takes it: to end at once must not take as long as the disk"
-    gate, keeper = threading.Event(), Checkpointer(tmp_path)
+    begun, gate, keeper = threading.Event(), threading.Event(), Checkpointer(tmp_path)
 
     def held_save(state, file):
+        begun.wait(20)
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
         gate.wait(20)
 
     try:
         with mock.patch.object(torch, "save", held_save), pytest.raises(KeyboardInterrupt):
             keeper.save({"step": 1, "eval_loss": None})
+            begun.set()
             keeper.saved(wait=True)
         assert not keeper.pending[0].done()
     finally:
