@@ -6,7 +6,7 @@
 __all__ = ['CASES', 'NOISE', 'WAYS', 'MB', 'SWITCHES', 'CHECKS', 'Outcome', 'mark', 'run_one', 'run_here', 'check_names',
            'run_cases', 'said', 'tiny', 'batch_of', 'train_step', 'weight_sum', 'killed', 'gather_on_main', 'two_sums',
            'evaluate_on_rank_0', 'read_file', 'barrier_on_main', 'evaluate_long', 'uneven', 'accumulate', 'dropout',
-           'log_loss', 'epochs', 'split', 'two_nodes', 'same_call', 'Skips', 'Recomputes', 'steps_of', 'unused',
+           'log_loss', 'epochs', 'split', 'two_nodes', 'same_call', 'Skips', 'steps_of', 'unused', 'Recomputes',
            'recompute', 'shapes', 'raises', 'prefixed', 'late', 'recorded', 'endless', 'wait_for_message',
            'read_slowly', 'Finding', 'within', 'check_versions', 'check_devices', 'check_backends', 'check_environment',
            'check_loopback', 'check_interface', 'check_disk', 'check_shared_memory', 'check_pages', 'time_sum',
@@ -52,7 +52,7 @@ def mark(
     if _to_page is not None: _to_page.send(("mark", [time.time(), label]))
 
 # %% ../nbs/12_failure_lab.ipynb #in-child
-def _in_child(name, rank, world, address, timeout, pipe, log):
+def _in_child(name, rank, world, address, prefix, timeout, pipe, log):
     "One rank of one case: join a group of this case's own, run, report"
     global _to_page
     _to_page = pipe
@@ -62,14 +62,14 @@ def _in_child(name, rank, world, address, timeout, pipe, log):
     if sys.platform == "linux":
         import resource  # not on Windows
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    store = dist.PrefixStore(name, dist.TCPStore(*address, is_master=False))
+    store = dist.PrefixStore(prefix, dist.TCPStore(*address, is_master=False))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     dist.barrier()  # start together
     try: pipe.send(("returned", CASES[name](rank, world)))
     except Exception as error: pipe.send(("raised", f"{type(error).__name__}: {error}"))
     os._exit(0)  # like a job that ends: its connections close, whatever still waits
 
-# %% ../nbs/12_failure_lab.ipynb #run-one
+# %% ../nbs/12_failure_lab.ipynb #hear
 def _hear(pipe, outcome, until):
     "Take down what a child reports until it ends; False: out of time"
     while pipe.poll(max(0, until - time.monotonic())):
@@ -88,11 +88,13 @@ def _end(child, in_time):
     if not in_time: return "stopped"
     return f"ended by {signal.Signals(-child.exitcode).name}" if child.exitcode < 0 else None
 
+# %% ../nbs/12_failure_lab.ipynb #run-one
 def run_one(
     name: str,       # a key of CASES
     rank: int,
     world: int,      # ranks
     address: tuple,  # host and port of the store where the ranks meet
+    prefix: str,     # this case's part of the store: what the one before left there is not found
     timeout: float,  # seconds until a collective gives up
     limit: float,    # seconds for the whole case
 ) -> Outcome:
@@ -101,7 +103,7 @@ def run_one(
     outcome, (here, there) = Outcome(name, rank), start.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "stderr"
-        child = start.Process(target=_in_child, args=(name, rank, world, address, timeout, there, log))
+        child = start.Process(target=_in_child, args=(name, rank, world, address, prefix, timeout, there, log))
         child.start()
         there.close()  # now its end is the end of the pipe
         in_time = _hear(here, outcome, time.monotonic() + limit)
@@ -127,8 +129,9 @@ def run_here(
     store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     for number, name in enumerate(names):
-        print(json.dumps(asdict(run_one(name, rank, world, address, timeout, limit))), flush=True)
-        _meet(store, f"case {number}", rank, world)
+        outcome = run_one(name, rank, world, address, f"case {number}", timeout, limit)
+        print(json.dumps(asdict(outcome)), flush=True)
+        _meet(store, f"after {number}", rank, world)
     if rank == 0: _meet(store, "left", rank, world)  # it hosts the store: it leaves last
     else: store.set(f"left {rank}", "")
 
@@ -185,7 +188,7 @@ def train_step(ddp, rank):
 
 def weight_sum(model): return sum(p.double().sum().item() for p in model.parameters())
 
-# %% ../nbs/12_failure_lab.ipynb #first-cases
+# %% ../nbs/12_failure_lab.ipynb #killed
 def killed(rank, world):
     "Rank 1 is killed at its third step, as the system does when memory runs out"
     ddp = tiny()
@@ -193,6 +196,9 @@ def killed(rank, world):
         if (rank, step) == (1, 2): os.kill(os.getpid(), signal.SIGKILL)
         train_step(ddp, rank)
 
+CASES["killed"] = killed
+
+# %% ../nbs/12_failure_lab.ipynb #gather-and-sums
 def gather_on_main(rank, world):
     "`if rank == 0: gather()`, then everybody's next sum"
     loss = torch.tensor([1.0 + rank])
@@ -211,7 +217,7 @@ def two_sums(rank, world, guard=False):
         dist.all_reduce(sums[name])
     return {name: total.item() for name, total in sums.items()}
 
-CASES |= dict(killed=killed, gather_on_main=gather_on_main, two_sums=two_sums, two_sums_guarded=partial(two_sums, guard=True))
+CASES |= dict(gather_on_main=gather_on_main, two_sums=two_sums, two_sums_guarded=partial(two_sums, guard=True))
 
 # %% ../nbs/12_failure_lab.ipynb #evaluate-cases
 def evaluate_on_rank_0(rank, world, steps=2, grad=False, inner=False, everybody=False, **options):
@@ -251,6 +257,9 @@ def read_file(rank, world, barrier=False):
         try: return "read " + path.read_text()
         finally: store.set("rank 1 has looked", "")
 
+CASES |= dict(read_early=read_file, read_after_barrier=partial(read_file, barrier=True))
+
+# %% ../nbs/12_failure_lab.ipynb #long-cases
 def barrier_on_main(rank, world):
     "A barrier inside `if rank == 0`, then everybody's next sum"
     if rank == 0: mark("barrier"); dist.barrier()
@@ -268,7 +277,7 @@ def evaluate_long(rank, world, shared=False, rows=4, seconds_a_row=1.0):
     if shared: dist.all_reduce(loss)
     return (loss[0] / loss[1]).item()
 
-CASES |= dict(read_early=read_file, read_after_barrier=partial(read_file, barrier=True), barrier_on_main=barrier_on_main,
+CASES |= dict(barrier_on_main=barrier_on_main,
               evaluate_long=evaluate_long, evaluate_shared=partial(evaluate_long, shared=True))
 
 # %% ../nbs/12_failure_lab.ipynb #uneven-cases
@@ -349,11 +358,6 @@ class Skips(nn.Module):
         self.used, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
     def forward(self, x): return self.used(x)
 
-class Recomputes(nn.Linear):
-    "A layer whose activations are computed anew in backward"
-    reentrant = False
-    def forward(self, x): return checkpoint(super().forward, x, use_reentrant=self.reentrant)
-
 def steps_of(model, rank, steps=3, **options):
     "Train a model under DDP; which parameters got no gradient"
     ddp = DistributedDataParallel(model, **options)
@@ -362,12 +366,20 @@ def steps_of(model, rank, steps=3, **options):
 
 def unused(rank, world, find=False): return steps_of(Skips(), rank, find_unused_parameters=find)
 
+CASES |= dict(unused=unused, unused_found=partial(unused, find=True))
+
+# %% ../nbs/12_failure_lab.ipynb #recompute-cases
+class Recomputes(nn.Linear):
+    "A layer whose activations are computed anew in backward"
+    reentrant = False
+    def forward(self, x): return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
 def recompute(rank, world, reentrant, find):
     second = Recomputes(4, 4)
     second.reentrant = reentrant
     return steps_of(nn.Sequential(nn.Linear(4, 4), second), rank, find_unused_parameters=find)
 
-CASES |= dict(unused=unused, unused_found=partial(unused, find=True), reentrant=partial(recompute, reentrant=True, find=False),
+CASES |= dict(reentrant=partial(recompute, reentrant=True, find=False),
               reentrant_find=partial(recompute, reentrant=True, find=True), recompute=partial(recompute, reentrant=False, find=False),
               recompute_find=partial(recompute, reentrant=False, find=True))
 
@@ -387,6 +399,9 @@ def raises(rank, world):
         if (rank, step) == (1, 2): raise ValueError("bad batch: label 7 of 4 classes")
         train_step(ddp, rank)
 
+CASES |= dict(shapes=shapes, shapes_guarded=partial(shapes, guard=True), raises=raises)
+
+# %% ../nbs/12_failure_lab.ipynb #prefixed-case
 def prefixed(rank, world):
     "Weights saved through the wrapper, loaded without one: plainly, quietly, rightly"
     ddp, plain, told = tiny(), nn.Sequential(nn.Linear(4, 4)), ""
@@ -398,7 +413,7 @@ def prefixed(rank, world):
     plain.load_state_dict(ddp.module.state_dict())
     return dict(told=told, loaded_nothing=quietly == before, right=weight_sum(plain) == weight_sum(ddp))
 
-CASES |= dict(shapes=shapes, shapes_guarded=partial(shapes, guard=True), raises=raises, prefixed=prefixed)
+CASES["prefixed"] = prefixed
 
 # %% ../nbs/12_failure_lab.ipynb #finding-cases
 def late(rank, world, patience=2.0):
@@ -437,12 +452,16 @@ class Finding:
 
 def within(seconds, function, *args):
     "What `function` returns; TimeoutError if the system keeps it waiting"
-    found = []
-    thread = threading.Thread(target=lambda: found.append(function(*args)), daemon=True)
+    found = {}
+    def ask():
+        try: found["value"] = function(*args)
+        except Exception as error: found["error"] = error
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive(): raise TimeoutError(f"no answer within {seconds:g} s")
-    return found[0] if found else None
+    if "error" in found: raise found["error"]
+    return found["value"]
 
 # %% ../nbs/12_failure_lab.ipynb #check-software
 def check_versions(folder):
@@ -459,6 +478,7 @@ def check_devices(folder):
         return Finding("hint", "devices", f"{text}, though nvidia-smi is here", "install torch's CUDA build")
     return Finding("ok", "devices", text)
 
+# %% ../nbs/12_failure_lab.ipynb #check-launch
 def check_backends(folder):
     found = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
     missing = [name for name in ["gloo"] + ["nccl"] * (torch.cuda.is_available() and sys.platform == "linux") if name not in found]
@@ -490,10 +510,8 @@ def check_interface(folder):
     names, chosen = [name for _, name in socket.if_nameindex()], os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen: level, text = ("ok" if chosen in names else "warn"), f"GLOO_SOCKET_IFNAME={chosen}"
     else:
-        try:
-            address = within(3, socket.gethostbyname, socket.gethostname())
-            level, text = ("ok", f"host name resolves to {address}") if address else ("warn", f"host name {socket.gethostname()} does not resolve")
-        except TimeoutError as error: level, text = "warn", f"resolving the host name {socket.gethostname()}: {error}"
+        try: level, text = "ok", f"the host name resolves to {within(3, socket.gethostbyname, socket.gethostname())}"
+        except OSError as error: level, text = "warn", f"the host name {socket.gethostname()} does not resolve ({error.strerror or error})"
     cure = "" if level == "ok" else "export GLOO_SOCKET_IFNAME=" + ("lo" if "lo" in names else names[0] if names else "...")
     return Finding(level, "interface", f"{text}; there are {' '.join(names) or 'none'}", cure)
 
@@ -502,6 +520,7 @@ MB = 1 << 20
 
 def check_disk(folder, size=16 * MB):
     "Write and fsync a file in `folder`"
+    folder = Path(folder).resolve()
     try:
         free = shutil.disk_usage(folder).free
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -523,7 +542,7 @@ def check_pages(folder):
         return Finding("ok", "memory pages", "set, or not ours to set")
     return Finding("hint", "memory pages", "of 4 KiB, which makes steps on a CPU slower", "./run COMMAND, or export GLIBC_TUNABLES=glibc.malloc.hugetlb=1")
 
-# %% ../nbs/12_failure_lab.ipynb #probe
+# %% ../nbs/12_failure_lab.ipynb #time-sum
 def time_sum(
     megabytes: float,
     device: str = "cpu",
@@ -542,6 +561,7 @@ def time_sum(
         right &= bool((tensor == world * (world + 1) / 2).all())
     return right, statistics.median(seconds)
 
+# %% ../nbs/12_failure_lab.ipynb #probe
 def clock_gap(repeats: int = 5) -> float:
     "How far the ranks' clocks differ at most, in seconds; the time of a barrier is in it"
     gaps = []
@@ -555,7 +575,7 @@ def clock_gap(repeats: int = 5) -> float:
     return min(gaps)
 
 def probe(
-    timeout: float = 20.0,  # seconds until a rank that waits gives up
+    timeout: float = 10.0,  # seconds until a rank that waits gives up
 ) -> dict:
     "In a rank: sums of two sizes on the CPU, and between the cards where each rank has one"
     sizes, place = (1, 16), collectives.rank_env() or dict(local_rank=0)
@@ -606,7 +626,7 @@ def guarded(name, function, *args):
 def check(
     nproc: int = 2,        # ranks to start; under torchrun its own are used
     folder: str = ".",     # where checkpoints would go
-    timeout: float = 20.0, # seconds until a rank that waits gives up
+    timeout: float = 10.0, # seconds until a rank that waits gives up
 ) -> bool:                 # nothing to mend
     "Test this machine, printing a line for each finding as it comes"
     levels = {}
@@ -627,13 +647,13 @@ def main(
     parser.add_argument("what", choices=["check", "run", "probe"], help="check: a self-test in seconds; run: cases by name; probe: what check runs in each rank")
     parser.add_argument("names", nargs="*", help=f"cases for run: {', '.join(CASES)}")
     parser.add_argument("--nproc", type=int, default=2, help="processes to start, unless torchrun did")
-    parser.add_argument("--timeout", type=float, help="seconds until a collective gives up (run 3, check 20)")
+    parser.add_argument("--timeout", type=float, help="seconds until a collective gives up (run 3, check 10)")
     parser.add_argument("--limit", type=float, default=10, help="seconds for one case")
     options = parser.parse_args(argv)
     try: check_names(options.names)
     except ValueError as error: parser.error(str(error))
-    if options.what == "check": sys.exit(0 if check(options.nproc, timeout=options.timeout or 20) else 1)
-    if options.what == "probe": print(json.dumps(probe(options.timeout or 20)), flush=True)
+    if options.what == "check": sys.exit(0 if check(options.nproc, timeout=options.timeout or 10) else 1)
+    if options.what == "probe": print(json.dumps(probe(options.timeout or 10)), flush=True)
     elif collectives.rank_env(): run_here(options.names, options.timeout or 3, options.limit)
     else:
         for name, outcomes in run_cases(*options.names, nproc=options.nproc, timeout=options.timeout or 3, limit=options.limit).items():
