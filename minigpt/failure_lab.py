@@ -52,7 +52,7 @@ def mark(
     if _to_page is not None: _to_page.send(("mark", [time.time(), label]))
 
 # %% ../nbs/12_failure_lab.ipynb #in-child
-def _in_child(name, rank, world, address, prefix, timeout, pipe, log):
+def _in_child(name, rank, world, meeting, timeout, pipe, log):
     "One rank of one case: join a group of this case's own, run, report"
     global _to_page
     _to_page = pipe
@@ -62,10 +62,11 @@ def _in_child(name, rank, world, address, prefix, timeout, pipe, log):
     if sys.platform == "linux":
         import resource  # not on Windows
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    store = dist.PrefixStore(prefix, dist.TCPStore(*address, is_master=False))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
-    dist.barrier()  # start together
-    try: pipe.send(("returned", CASES[name](rank, world)))
+    try:
+        store = dist.FileStore(meeting, world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+        dist.barrier()  # start together
+        pipe.send(("returned", CASES[name](rank, world)))
     except Exception as error: pipe.send(("raised", f"{type(error).__name__}: {error}"))
     os._exit(0)  # like a job that ends: its connections close, whatever still waits
 
@@ -93,8 +94,7 @@ def run_one(
     name: str,       # a key of CASES
     rank: int,
     world: int,      # ranks
-    address: tuple,  # host and port of the store where the ranks meet
-    prefix: str,     # this case's part of the store: what the one before left there is not found
+    meeting: str,    # file by which the ranks of this case find each other
     timeout: float,  # seconds until a collective gives up
     limit: float,    # seconds for the whole case
 ) -> Outcome:
@@ -103,7 +103,7 @@ def run_one(
     outcome, (here, there) = Outcome(name, rank), start.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "stderr"
-        child = start.Process(target=_in_child, args=(name, rank, world, address, prefix, timeout, there, log))
+        child = start.Process(target=_in_child, args=(name, rank, world, meeting, timeout, there, log))
         child.start()
         there.close()  # now its end is the end of the pipe
         in_time = _hear(here, outcome, time.monotonic() + limit)
@@ -127,13 +127,15 @@ def run_here(
     "Be one rank's supervisor: one case after another, each outcome a line of JSON"
     import torch._dynamo  # DDP wants it: imported here once, not in each child
     store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    for number, name in enumerate(names):
-        outcome = run_one(name, rank, world, address, f"case {number}", timeout, limit)
-        print(json.dumps(asdict(outcome)), flush=True)
-        _meet(store, f"after {number}", rank, world)
-    if rank == 0: _meet(store, "left", rank, world)  # it hosts the store: it leaves last
-    else: store.set(f"left {rank}", "")
+    with tempfile.TemporaryDirectory() as folder:
+        if rank == 0: store.set("folder", folder)
+        folder = store.get("folder").decode()
+        for number, name in enumerate(names):
+            outcome = run_one(name, rank, world, f"{folder}/{number}", timeout, limit)
+            print(json.dumps(asdict(outcome)), flush=True)
+            _meet(store, f"after {number}", rank, world)
+        if rank == 0: _meet(store, "left", rank, world)  # it holds the folder, so it leaves last
+        else: store.set(f"left {rank}", "")
 
 # %% ../nbs/12_failure_lab.ipynb #run-cases
 def check_names(names):
@@ -151,6 +153,7 @@ def run_cases(
     "Launch `nproc` ranks, let each case happen there, bring back what every rank saw"
     check_names(names)
     args = ["run", *names, "--timeout", timeout, "--limit", limit]
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0", **(env or {})}  # torchrun hosts the store: who forks should have no threads
     logs = collectives.run_ranks("minigpt.failure_lab", nproc, args, timeout=60 + limit * len(names), env=env, stream=False)
     found = [Outcome(**json.loads(line)) for log in logs for line in log.splitlines() if line.startswith('{"case"')]
     return {name: [outcome for outcome in found if outcome.case == name] for name in names}

@@ -1,10 +1,8 @@
 """Chapter 12: the cases of the failure lab, by two launches at once, and the self-test of a machine under friendly and hostile conditions."""
-import os
 import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -165,15 +163,21 @@ def test_monitored_barrier_names_the_late_rank_and_the_recorder_the_call(seen):
     assert [value[-1] for value in values(seen["recorded"])] == ["gloo:all_reduce", "gloo:broadcast"]
 
 
-def test_a_case_that_never_ends_is_stopped_and_says_where_it_stood():
-    found = lab.run_cases("endless", "two_sums", limit=4)
-    assert [lab.said(outcome) for outcome in found["endless"]] == ["stopped in wait_for_message", "stopped in read_slowly"]
-    assert ended(found["two_sums"]) == ["returned"] * 2
+def test_the_command_line_runs_cases_and_one_that_never_ends_is_stopped_and_says_where_it_stood():
+    command = [sys.executable, "-m", "minigpt.failure_lab", "run", "endless", "two_sums", "--limit", "4"]
+    done = subprocess.run(command, env=launch_env(2), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    told = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    assert told[:2] == [["endless", "rank 0: stopped in wait_for_message"], ["endless", "rank 1: stopped in read_slowly"]]
+    assert told[2] == ["two_sums", "rank 0: returned {'loss': 101.0, 'count': 102.0}"]
 
 
-def test_an_unknown_case_is_one_line_that_names_the_others():
+def test_an_unknown_case_is_one_line_and_exit_code_2(capsys):
     with pytest.raises(ValueError, match="no case typo; there are: killed, "):
         lab.run_cases("typo")
+    with pytest.raises(SystemExit) as end:
+        lab.main(["run", "typo"])
+    assert end.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("minigpt.failure_lab: error: no case typo")
 
 
 # ---- check
@@ -232,13 +236,3 @@ def test_a_check_that_breaks_is_a_finding_and_no_answer_a_time_out():
     with pytest.raises(TimeoutError):
         lab.within(0.05, never.wait)
     never.set()
-
-
-def test_the_command_line_runs_a_case_by_name_and_refuses_others():
-    def run(*words):
-        return subprocess.run([sys.executable, "-m", "minigpt.failure_lab", *words], env=launch_env(2), capture_output=True, text=True, timeout=120)
-
-    done = run("run", "two_sums")
-    assert done.returncode == 0 and "rank 0: returned {'loss': 101.0, 'count': 102.0}" in done.stdout
-    refused = run("run", "typo")
-    assert refused.returncode == 2 and "no case typo" in refused.stderr and "Traceback" not in refused.stderr
