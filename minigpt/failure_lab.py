@@ -159,7 +159,7 @@ def run_cases(
     return {name: [outcome for outcome in found if outcome.case == name] for name in names}
 
 # %% ../nbs/12_failure_lab.ipynb #said
-NOISE = r"\[\S+\.\w+:\d+\] | for (send|recv) operation to complete| ?\[[\d.:a-f]+\]:\d+|\. This is typically.*"
+NOISE = r"\[(enforce fail at )?\S+\.\w+:\d+\] | for (send|recv) operation to complete| ?\[[\d.:a-f]+\]:\d+|\. This is typically.*"
 
 def said(
     outcome: Outcome,
@@ -494,7 +494,7 @@ def check_environment(folder):
     except ValueError as error:
         return Finding("warn", "environment", str(error).split(": ")[0], "unset " + " ".join(v for v in collectives.RANK_VARIABLES if v in os.environ))
     if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        return Finding("hint", "environment", "torchrun --max-restarts can't restart", "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+        return Finding("hint", "environment", "restarts by torchrun --max-restarts are a matter of luck", "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     return Finding("ok", "environment", "no half-set launch, restarts work")
 
 # %% ../nbs/12_failure_lab.ipynb #check-network
@@ -606,7 +606,7 @@ def check_ranks(nproc, timeout):
     tried = "export GLOO_SOCKET_IFNAME=lo; with cards NCCL_DEBUG=INFO, NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1"
     try: found = probe_ranks(nproc, timeout)
     except (collectives.RankError, dist.DistError, RuntimeError, OSError) as error:
-        return [Finding("warn", "ranks", str(error).splitlines()[0], tried)]
+        return [Finding("warn", "ranks", re.sub(NOISE, "", str(error).splitlines()[0]), tried)]
     switches = " ".join(f"{name}={os.environ[name]}" for name in SWITCHES if name in os.environ)
     findings = [Finding("ok", "ranks", f"{found[0]['world']} met; switches set: {switches or 'none'}")]
     for size in found[0]["sums"]:
