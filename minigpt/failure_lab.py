@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['CASES', 'NOISE', 'WAYS', 'MB', 'SWITCHES', 'CHECKS', 'Outcome', 'mark', 'run_one', 'run_here', 'check_names',
-           'run_cases', 'said', 'tiny', 'batch_of', 'train_step', 'weight_sum', 'killed', 'gather_on_main', 'two_sums',
-           'evaluate_on_rank_0', 'read_file', 'barrier_on_main', 'evaluate_long', 'uneven', 'accumulate', 'dropout',
-           'log_loss', 'epochs', 'split', 'two_nodes', 'same_call', 'Skips', 'steps_of', 'unused', 'Recomputes',
-           'recompute', 'shapes', 'raises', 'prefixed', 'late', 'recorded', 'endless', 'wait_for_message',
+           'run_cases', 'said', 'timed_out', 'tiny', 'batch_of', 'train_step', 'weight_sum', 'killed', 'gather_on_main',
+           'two_sums', 'evaluate_on_rank_0', 'read_file', 'barrier_on_main', 'evaluate_long', 'uneven', 'accumulate',
+           'dropout', 'log_loss', 'epochs', 'split', 'two_nodes', 'same_call', 'Skips', 'steps_of', 'unused',
+           'Recomputes', 'recompute', 'shapes', 'raises', 'prefixed', 'late', 'recorded', 'endless', 'wait_for_message',
            'read_slowly', 'Finding', 'within', 'check_versions', 'check_devices', 'check_backends', 'check_environment',
            'check_loopback', 'check_interface', 'check_disk', 'check_shared_memory', 'check_pages', 'time_sum',
            'clock_gap', 'probe', 'probe_ranks', 'check_ranks', 'guarded', 'check', 'main']
@@ -168,6 +168,13 @@ def said(
     if outcome.ended == "returned": return f"returned {outcome.value}"
     if outcome.ended == "stopped": return f"stopped in {outcome.error.rsplit(' in ', 1)[-1]}"
     return re.sub(NOISE, "", outcome.error.splitlines()[0]) if outcome.ended == "raised" else outcome.ended
+
+# %% ../nbs/12_failure_lab.ipynb #timed-out
+def timed_out(
+    outcome: Outcome,
+) -> bool:
+    "Did this rank's own patience end?"
+    return outcome.ended == "raised" and bool(re.search("Timed out waiting|Application timeout", outcome.error))
 
 # %% ../nbs/12_failure_lab.ipynb #tiny
 def tiny(buffers=False, **options):
