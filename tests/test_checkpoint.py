@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pickle
+import signal
 import threading
 import zipfile
 from pathlib import Path
@@ -599,6 +600,25 @@ def test_never_two_writes_at_once(tmp_path):
         assert [step for step, _ in keeper.saved(wait=True)] == [1, 2, 3, 4, 5]
     assert most == [1] * 5
     assert all(torch.load(tmp_path / f"checkpoint-{step}.pth")["x"].unique().tolist() == [step] for step in range(1, 6))
+
+
+def test_a_second_signal_ends_the_wait_for_a_write(tmp_path):
+    "Also one that the wait itself does not see, here because another thread takes it: to end at once must not take as long as the disk"
+    begun, gate, keeper = threading.Event(), threading.Event(), Checkpointer(tmp_path)
+
+    def held_save(state, file):
+        begun.wait(20)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        gate.wait(20)
+
+    try:
+        with mock.patch.object(torch, "save", held_save), pytest.raises(KeyboardInterrupt):
+            keeper.save({"step": 1, "eval_loss": None})
+            begun.set()
+            keeper.saved(wait=True)
+        assert not keeper.pending[0].done()
+    finally:
+        gate.set()
 
 
 # ---- hostile files
