@@ -13,14 +13,9 @@ import time
 import torch
 
 from minigpt.checkpoint import Checkpointer
+from minigpt.pretrainer import SIZES
 from minigpt.pretrainer_single import TrainArgs, Trainer, build_optimizer
 from minigpt.transformer import GPTConfig, MiniGPT
-
-SIZES = {
-    "S": dict(n_layers=4, emb_dim=128, n_heads=4, context_length=128, vocab_size=2048),
-    "M": dict(n_layers=6, emb_dim=384, n_heads=6, context_length=256, vocab_size=6400),
-}
-
 
 def timed(function, *args):
     "Seconds of one call"

@@ -603,9 +603,10 @@ def build_trainer(run: RunArgs, train: pretrainer_single.TrainArgs, options: dic
     return trainer, words
 
 # %% ../nbs/11_launch.ipynb #finish
-def finish(trainer):
+def finish(trainer, words: tokenizer.Tokenizer):
     "Draw the curve, and say what there is and what to do next"
     folder = Path(trainer.args.output_dir)
+    words.save(folder / "tokenizer.json")  # once more, should somebody have removed the folder meanwhile
     events = runlog.read_run(folder)
     runlog.plot_runs([folder], out=folder / "loss.png")
     last = next((e["eval_loss"] for e in reversed(events) if e.get("eval_loss") is not None), None)
@@ -649,7 +650,7 @@ def job(
         if trainer.is_main_process and trainer.log_file.unwritten:  # the log itself has told why
             return 1
         if trainer.is_main_process:
-            finish(trainer)
+            finish(trainer, words)
     finally:
         leave(trainer)
     return 0
