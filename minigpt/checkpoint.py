@@ -169,6 +169,8 @@ def write(self, state: dict) -> tuple[int, Path]:
     self.sweep()
     serial = 1 + max((read_sidecar(old)["serial"] for old in self.complete()), default=0)
     loss = state["eval_loss"]
+    if path.is_file() and damage(path):  # perhaps the only copy of something: another keeper's file has no sidecar either
+        os.replace(path, path.with_name(path.name + ".damaged"))
     facts = write_whole(path, lambda file: torch.save(state, file))
     facts |= dict(step=step, serial=serial, eval_loss=loss if loss is not None and math.isfinite(loss) else None)
     write_whole(path.with_suffix(".json"), lambda file: file.write(json.dumps(facts, indent=1).encode()))
@@ -364,7 +366,7 @@ def weights(
 def stop_on_signals(
     trainer,  # anything with `stop(signum)` and `stopped_by`
 ):
-    "Within: Ctrl-C or SIGTERM lets the trainer finish its step, save and end; a second one ends at once"
+    "Within: Ctrl-C or SIGTERM lets the trainer finish its step, save and end; a second one raises"
 
     def handle(signum, frame):
         if trainer.stopped_by:

@@ -399,6 +399,19 @@ def test_c27_torn_and_altered_ones_are_named_passed_over_and_kept(harm, tmp_path
     assert bad.read_bytes() == before and names(tmp_path) == ["checkpoint-3.pth", "checkpoint-7.pth"]
 
 
+@pytest.mark.parametrize("harm", [harm_bit, harm_length, harm_sidecar, harm_sidecar_text])
+def test_a_damaged_file_is_set_aside_when_its_step_is_written_again(harm, tmp_path):
+    "a file without a sidecar may be another keeper's only copy; a whole one is replaced"
+    saved(tmp_path, 2, 3)
+    bad = tmp_path / "checkpoint-3.pth"
+    harm(bad)
+    before = bad.read_bytes()
+    keeper = saved(tmp_path, 2, 3, 4, keep_last=1)
+    assert names(tmp_path, "*.damaged") == ["checkpoint-3.pth.damaged"]
+    assert bad.with_name("checkpoint-3.pth.damaged").read_bytes() == before
+    assert keeper.newest() == (tmp_path / "checkpoint-4.pth", [])
+
+
 def test_c27_a_resumed_run_names_what_it_passed_over_and_writes_it_anew(tmp_path):
     options = dict(optimizer=adamw, train_batch_size=4, max_steps=6, save_steps=2, keep_last=0)
     whole = trained(tmp_path, **options)
