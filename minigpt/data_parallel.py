@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['data_parallel_step', 'list_moves', 'ring_bytes', 'Mail', 'MiniDDP', 'refuse_unused', 'average_gradients', 'HookedDDP',
-           'fill_buckets', 'BucketedDDP', 'OverlappedDDP']
+           'fill_buckets', 'BucketedDDP', 'OverlappedDDP', 'joint_mean']
 
 # %% ../nbs/09_data_parallel.ipynb #imports
 import time
@@ -98,22 +98,22 @@ class MiniDDP(nn.Module):
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]  # tied weights once, frozen never
         if not named: raise ValueError("no parameter requires a gradient: there is nothing to average")
         (self.names, self.params), self.module, self.mail = zip(*named), module, Mail()
-        self.require_sync, self.syncing = True, False
+        self.require_backward_grad_sync, self.syncing = True, False
         self.mail.broadcast([*module.parameters(), *module.buffers()])
     def prepare(self): self.mail.events.clear()
     def forward(self, *args, **kwargs):
         "The module's own; whether the coming backward pass shares its gradients is decided here"
         if torch.is_grad_enabled():
-            self.syncing = self.require_sync
+            self.syncing = self.require_backward_grad_sync
             self.prepare()
             if self.syncing: self.mail.broadcast(self.module.buffers())
         return self.module(*args, **kwargs)
     @contextmanager
     def no_sync(self):
         "Forward passes inside keep their gradients to themselves"
-        before, self.require_sync = self.require_sync, False
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try: yield
-        finally: self.require_sync = before
+        finally: self.require_backward_grad_sync = before
 
 # %% ../nbs/09_data_parallel.ipynb #average-gradients
 def refuse_unused(
@@ -204,3 +204,14 @@ class OverlappedDDP(BucketedDDP):
         for b, flat, work in self.travelling:
             work.wait()
             self.unpack(b, flat)
+
+# %% ../nbs/09_data_parallel.ipynb #joint-mean
+def joint_mean(
+    loss_sum: Tensor,   # sum of the losses of this rank's tokens
+    count: int,         # how many tokens that were, may differ between ranks
+) -> tuple[Tensor, Tensor]:  # what to call backward on; the mean over all tokens of all ranks, for the log
+    "The mean over all ranks' tokens, for a wrapper that averages gradients over ranks; a collective"
+    totals = torch.stack([loss_sum.detach().double(), loss_sum.new_tensor(count, dtype=torch.float64)])
+    dist.all_reduce(totals)
+    if totals[1] == 0: raise ValueError("no token counts on any rank: are all targets masked?")
+    return loss_sum * dist.get_world_size() / totals[1].item(), totals[0] / totals[1]
