@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['data_parallel_step', 'list_moves', 'ring_bytes', 'Mail', 'MiniDDP', 'refuse_unused', 'average_gradients', 'HookedDDP',
-           'fill_buckets', 'BucketedDDP', 'OverlappedDDP', 'joint_mean']
+           'fill_buckets', 'BucketedDDP', 'OverlappedDDP', 'joint_mean', 'step_time', 'all_reduce_time']
 
 # %% ../nbs/09_data_parallel.ipynb #imports
-import time
+import math, time
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
@@ -83,9 +83,12 @@ class Mail:
         self.sent.append(("all-reduce", tensor.nbytes))
         self.note("send", number)
         tensor.div_(dist.get_world_size())  # before the sum, which might overflow in 16 bits
+        if wait:
+            dist.all_reduce(tensor)
+            return self.note("arrived", number)
         work = dist.all_reduce(tensor, async_op=True)
-        work.get_future().add_done_callback(lambda _: self.note("arrived", number))
-        return work.wait() if wait else work
+        work.get_future().add_done_callback(lambda _: self.note("arrived", number))  # called by the thread that receives
+        return work
 
 # %% ../nbs/09_data_parallel.ipynb #mini-ddp
 class MiniDDP(nn.Module):
@@ -215,3 +218,25 @@ def joint_mean(
     dist.all_reduce(totals)
     if totals[1] == 0: raise ValueError("no token counts on any rank: are all targets masked?")
     return loss_sum * dist.get_world_size() / totals[1].item(), totals[0] / totals[1]
+
+# %% ../nbs/09_data_parallel.ipynb #step-time
+def step_time(
+    forward: float,     # seconds
+    backward: float,    # seconds
+    all_reduce: float,  # seconds for all gradients
+    n_buckets: int = 1, # equal ones; 1: nothing overlaps
+) -> float:             # seconds
+    "A step whose buckets get ready evenly during the backward pass and travel one after the other"
+    link_bound = backward / n_buckets + all_reduce     # the link works from the first bucket to the end
+    compute_bound = backward + all_reduce / n_buckets  # only the last bucket has nothing to hide behind
+    return forward + max(link_bound, compute_bound)
+
+def all_reduce_time(
+    size: float,           # bytes
+    world_size: int,       # P
+    bandwidth: float,      # bytes/s out of the narrowest place in the ring, one way
+    latency: float = 0.0,  # seconds of a message to be under way
+    n_messages: int = 1,   # buckets, each of which passes 2 log2(P) levels of a tree
+) -> float:                # seconds
+    "Bandwidth of a ring, latency of a tree: about what NCCL reaches by choosing between them"
+    return ring_bytes(size, world_size) / bandwidth + 2 * math.log2(world_size) * latency * n_messages
