@@ -8,7 +8,7 @@ __all__ = ['data_parallel_step', 'copied', 'list_moves', 'ring_bytes', 'Mail', '
 
 # %% ../nbs/09_data_parallel.ipynb #imports
 import math, time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 
@@ -39,7 +39,7 @@ def data_parallel_step(
     for name, w in weights.items():                                                     # 8 reduce
         pieces = [r[name].grad for r in replicas if r[name].grad is not None]
         w.grad = sum(pieces) if pieces else None
-    return loss.detach(), list_moves(parts, outputs, weights.values())                  # 9: 2 of the next step
+    return loss.detach(), list_moves(parts, outputs, list(weights.values()))            # 9: 2 of the next step
 
 # %% ../nbs/09_data_parallel.ipynb #list-moves
 def copied(weight):
@@ -49,7 +49,7 @@ def copied(weight):
 def list_moves(
     parts: list[Tensor],        # inputs, by device
     outputs: list[Tensor],      # outputs, by device
-    weights: Iterable[Tensor],  # parameters; those that are trained have a gradient now
+    weights: list[Tensor],      # parameters; those that are trained have a gradient now
 ) -> list[tuple]:               # (part, source device, target device, bytes)
     "What `DataParallel` moves in a step; all of it begins or ends on device 0"
     copies, gradients, moves = sum(w.nbytes for w in weights), sum(w.nbytes for w in weights if w.grad is not None), []
