@@ -15,7 +15,7 @@ CHAPTERS = {
 
 def draw(current: str, path: Path):
     "The strip with one chapter lit"
-    fig, ax = plt.subplots(figsize=(9, 0.62))
+    fig, ax = plt.subplots(figsize=(0.95 * len(CHAPTERS), 0.62))
     ax.axis("off")
     for i, (number, name) in enumerate(CHAPTERS.items()):
         lit = number == current
