@@ -22,27 +22,10 @@ from minigpt.checkpoint import Checkpointer, damage, snapshot
 from minigpt.collectives import run_ranks
 from minigpt.pretrainer_single import Trainer, unpatch
 from test_ddp import ONE_THREAD, free_ports, largest_difference
-from trainer_job import adamw, losses, make_model, make_trainer, weights
+from trainer_job import adamw, losses, make_model, make_trainer, trained, weights
 
 JOB = str(Path(__file__).with_name("checkpoint_job.py"))
-
-
-@pytest.fixture(autouse=True)
-def one_plain_process(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    unpatch(Trainer)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def trained(folder, about=None, **options):
-    trainer = make_trainer(folder, **options)
-    trainer.about = about or {}
-    trainer.train()
-    return trainer
+pytestmark = pytest.mark.usefixtures("one_plain_process")
 
 
 def saved(folder, *steps, keep_last=3, **more):
@@ -284,7 +267,7 @@ ABOUT = dict(model_config=dict(vocab_size=64, emb_dim=32), data_fingerprint="dat
 def run(tmp_path_factory):
     "Four steps of a run whose model, data and tokenizer are known"
     unpatch(Trainer)
-    return trained(tmp_path_factory.mktemp("run"), ABOUT, optimizer=adamw, train_batch_size=4, max_steps=4, save_steps=2).checkpointer.folder
+    return trained(tmp_path_factory.mktemp("run"), about=ABOUT, optimizer=adamw, train_batch_size=4, max_steps=4, save_steps=2).checkpointer.folder
 
 
 @pytest.mark.parametrize(
@@ -335,9 +318,9 @@ def test_c24_weights_start_a_new_run(run, tmp_path):
     fresh = make_model()
     fresh.load_state_dict(state["model_state"])
     options = dict(optimizer=adamw, train_batch_size=4, max_steps=3)
-    wanted = trained(tmp_path / "wanted", ABOUT, model=fresh, **options)
+    wanted = trained(tmp_path / "wanted", about=ABOUT, model=fresh, **options)
     for number, path in enumerate((run / "checkpoint-4.pth", tmp_path / "bare.pth")):
-        started = trained(tmp_path / f"{number}", ABOUT | dict(data_fingerprint="other"), model=make_model(seed=5), **options, init_from=str(path))
+        started = trained(tmp_path / f"{number}", about=ABOUT | dict(data_fingerprint="other"), model=make_model(seed=5), **options, init_from=str(path))
         assert largest_difference(weights(wanted), weights(started)) == 0 and started.samples_seen == 12
         assert "optimizer, schedule and data begin anew" in notes(started)[0]
 
@@ -345,7 +328,7 @@ def test_c24_weights_start_a_new_run(run, tmp_path):
 @pytest.mark.parametrize("path, said", [("checkpoint-4.pth", "another tokenizer's tokens: tok-1 there, tok-2 here"), ("none.pth", "none.pth: no such")])
 def test_weights_that_can_not_be_used_are_refused(path, said, run, tmp_path):
     with pytest.raises(ValueError, match=said) as error:
-        trained(tmp_path, ABOUT | dict(tokenizer_hash="tok-2"), train_batch_size=4, init_from=str(run / path))
+        trained(tmp_path, about=ABOUT | dict(tokenizer_hash="tok-2"), train_batch_size=4, init_from=str(run / path))
     assert "does not fit" not in str(error.value)
 
 
