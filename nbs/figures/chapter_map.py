@@ -8,14 +8,14 @@ import matplotlib.pyplot as plt
 
 CHAPTERS = {
     "01": "tokenizer", "02": "dataset", "03": "transformer", "04": "trainer",
-    "05": "run log", "06": "checkpoint", "08": "collectives", "10": "DDP", "11": "launch",
+    "05": "run log", "06": "checkpoint", "08": "collectives", "09": "data parallel", "10": "DDP", "11": "launch",
     "12": "failure lab",
 }  # fmt: skip
 
 
 def draw(current: str, path: Path):
     "The strip with one chapter lit"
-    fig, ax = plt.subplots(figsize=(9, 0.62))
+    fig, ax = plt.subplots(figsize=(0.95 * len(CHAPTERS), 0.62))
     ax.axis("off")
     for i, (number, name) in enumerate(CHAPTERS.items()):
         lit = number == current
