@@ -169,10 +169,10 @@ def page(tmp_path_factory):
 @posix
 def test_time_out_tells_where_each_rank_stood_and_leaves_no_orphan(tmp_path, monkeypatch, page):
     "The time-out starts to count when both ranks are where they hang, so that a busy machine changes nothing (`page` starts meanwhile)"
-    def follow(launcher, log_dir, timeout, stream, follow=c.follow):
+    def follow(*how, follow=c.follow):
         until = time.monotonic() + 60
         while len(pids(tmp_path, "rank")) < 3 and time.monotonic() < until: time.sleep(0.1)
-        return follow(launcher, log_dir, timeout, stream)
+        return follow(*how)
     monkeypatch.setattr(c, "follow", follow)
     job = script(tmp_path, """
         if rank == 1: child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "300"); open(f"{sys.argv[1]}/rank-child", "w").write(str(child))
@@ -219,7 +219,7 @@ def test_n01_n02_function_of_a_page_is_refused_and_nothing_forks():
     "N01, N02: the reason is told at once; a launch is a new interpreter, never a fork of this one"
     def hello(): pass
     with pytest.raises(ValueError, match="hello is a function of this page"): c.run_ranks(hello)
-    assert c.launch_command("minigpt.collectives", 2, (), ".")[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert c.launch_command("minigpt.collectives", 2, (), ".")[:3] == [sys.executable, "-c", c.TORCHRUN]
 
 @pytest.mark.parametrize("target, nproc, error, words", [
     ("nope.py", 2, FileNotFoundError, "nope.py: no such file"),
