@@ -185,7 +185,7 @@ def read_stream(
     text = re.sub(r"[^\n]*\r(?=[^\n])", "", text)  # a progress bar leaves its last state
     return re.sub(rf"^(\[rank{rank}\]: ?)+", "", text, flags=re.M)
 
-# %% ../nbs/08_collectives.ipynb #follow
+# %% ../nbs/08_collectives.ipynb #tail
 def _tail(log_dir, stream):
     "A function that returns what rank 0 has written to this stream since its last call"
     decode, position = codecs.getincrementaldecoder("utf-8")("replace").decode, 0
@@ -199,12 +199,14 @@ def _tail(log_dir, stream):
     return new
 
 def _note_ranks(launcher, nproc, ranks):
-    "Add to `ranks` the pids of the ranks that run now: torchrun's children that lead a session"
+    "Add to `ranks` the pids of torchrun's children that lead a session: its ranks"
     if sys.platform == "win32" or len(ranks) >= nproc: return
     for pid, parent in parents().items():
-        try: ranks |= {pid} if parent == launcher.pid and os.getsid(pid) == pid else set()
+        try:
+            if parent == launcher.pid and os.getsid(pid) == pid: ranks.add(pid)
         except ProcessLookupError: pass  # ended while we looked
 
+# %% ../nbs/08_collectives.ipynb #follow
 def follow(
     launcher: subprocess.Popen,  # torchrun
     log_dir: str | Path,         # as given to torchrun
@@ -270,11 +272,21 @@ def process_group(
     try: yield dist.get_rank(), dist.get_world_size()
     finally: dist.destroy_process_group()
 
+# %% ../nbs/08_collectives.ipynb #megabyte
+def _megabyte_seconds(device):
+    "The fastest of five sums of 1 MB over all ranks"
+    numbers, seconds = torch.zeros(2**18, device=device), []
+    for _ in range(5):
+        dist.barrier(); begin = time.perf_counter()
+        dist.all_reduce(numbers); numbers[0].item()  # the value is there only when a GPU is done
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
 # %% ../nbs/08_collectives.ipynb #main
 def main(
     argv: list[str] = None,  # arguments; None: the command line's
 ):
-    "Check a launch: who is there, on which interface, and is one sum equal on all ranks"
+    "Check a launch: who is there, on which interface, how fast, and is one sum equal on all ranks"
     parser = argparse.ArgumentParser(prog="minigpt.collectives", description=main.__doc__)
     parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"], help="gloo: CPU tensors, nccl: CUDA tensors")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the other ranks")
@@ -287,7 +299,8 @@ def main(
         dist.all_reduce(total)
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "that of the host name")
         print(f"rank {rank} of {world_size}, local rank {local_rank}, host {socket.gethostname()}, back end {options.backend}, "
-              f"interface {interface}, sum {total.item():g} (expected {world_size * (world_size + 1) // 2})")
+              f"interface {interface}, 1 MB summed in {_megabyte_seconds(device) * 1e3:.2f} ms, "
+              f"sum {total.item():g} (expected {world_size * (world_size + 1) // 2})")
 
 if __name__ == "__main__" and "__file__" in globals(): main()
 
