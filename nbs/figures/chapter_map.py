@@ -9,6 +9,7 @@ import matplotlib.pyplot as plt
 CHAPTERS = {
     "01": "tokenizer", "02": "dataset", "03": "transformer", "04": "trainer",
     "05": "run log", "06": "checkpoint", "08": "collectives", "10": "DDP", "11": "launch",
+    "12": "failure lab",
 }  # fmt: skip
 
 
