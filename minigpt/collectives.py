@@ -167,7 +167,7 @@ def end_processes(
         launcher.wait()
         _kill_all(ranks)
     elif launcher.returncode < 0: _kill_all(ranks)  # torchrun ended by a signal leaves its ranks behind
-    launcher.stdin.close()
+    if launcher.stdin: launcher.stdin.close()       # the pipe of start_launcher
 
 # %% ../nbs/08_collectives.ipynb #read-stream
 def _rank_file(log_dir, rank, stream):
