@@ -1,9 +1,9 @@
 """run_ranks and what it promises, by real launches: each costs seconds of imports, so several cases share one."""
-import io, os, signal, subprocess, sys, textwrap, threading, time
+import io, json, os, signal, subprocess, sys, textwrap, threading, time
 from contextlib import redirect_stdout
 from pathlib import Path
 
-import pytest
+import pytest, torch
 import minigpt.collectives as c
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
@@ -46,17 +46,20 @@ def together(*launches):
     for t in threads: t.join()
 
 def may_rename_host():
-    "Have we the right to give a process another host name, in a namespace of its own?"
-    try: return subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode == 0
+    "Have we the right to give a process another host name and hosts file, in namespaces of its own?"
+    try: return subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True).returncode == 0
     except OSError: return False
 
-def under_a_host_name_that_does_not_resolve(command):
-    return ["unshare", "--uts", "sh", "-c", 'hostname no-such-host.invalid && exec "$@"', "sh", *command]
+def under_a_host_name_that_does_not_resolve(command, hosts):
+    "... and with a localhost that is IPv6 only"
+    hosts.write_text("::1 localhost\n")
+    rename = 'mount --bind "$0" /etc/hosts && hostname no-such-host.invalid && exec "$@"'
+    return ["unshare", "--uts", "--mount", "sh", "-c", rename, hosts, *command]
 
 @pytest.fixture(scope="module")
 def two_jobs(tmp_path_factory):
-    """Two launches at once, with a foreign torchrun first on PATH and a patch made in this process only:
-    a script, and the module itself, this one under a host name that does not resolve"""
+    """Two launches at once, with a foreign torchrun first on PATH, variables of other launches in the environment and a patch
+    made in this process only: a script, and the module itself, this one under a host name that does not resolve"""
     folder, logs = tmp_path_factory.mktemp("ok"), {}
     job = script(folder, """
         x = torch.tensor([rank + 1.0]); dist.all_reduce(x)
@@ -64,19 +67,22 @@ def two_jobs(tmp_path_factory):
         print(f"sum={x.item():g} world={world} 你好 args={sys.argv[2:]}", *(f"{n}={os.environ[n]}" for n in names))
         print(f"patched={hasattr(c, 'patched_in_parent')} python={sys.executable}")
         print("to stderr", file=sys.stderr)
+        for step in range(1, 4): print(f"\\rbar {step}/3", end="" if step < 3 else "\\n", file=sys.stderr, flush=True); time.sleep(0.2)
+        print("\\rplain bar 1/2", end=""); print("\\rplain bar 2/2")
         if rank == 1: sys.exit(0)
     """)
     fake = folder / "bin"; fake.mkdir()
     (fake / "torchrun").write_text("#!/bin/sh\necho fake torchrun; exit 3\n"); (fake / "torchrun").chmod(0o755)
     def launch_command(target, *how, launch_command=c.launch_command, rename=may_rename_host()):
         command = launch_command(target, *how)
-        return under_a_host_name_that_does_not_resolve(command) if rename and target == "minigpt.collectives" else command
+        return under_a_host_name_that_does_not_resolve(command, folder / "hosts") if rename and target == "minigpt.collectives" else command
     def script_job(): logs["script"] = c.run_ranks(job, 2, args=[folder, "a", 7], env={"CUDA_VISIBLE_DEVICES": "1,0"})
     def module_job(): logs["module"] = c.run_ranks("minigpt.collectives", 2, stream=False)
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as m, redirect_stdout(shown):
         m.setenv("PATH", str(fake) + os.pathsep + os.environ["PATH"])
-        m.delenv("OMP_NUM_THREADS", raising=False)
+        for name, value in dict(OMP_NUM_THREADS="abc", MASTER_ADDR="no-such-host.invalid", MASTER_PORT="1", RANK="7", WORLD_SIZE="99", LOCAL_RANK="x",
+                                PET_NNODES="2", PET_MASTER_PORT="1", GLOO_SOCKET_IFNAME="").items(): m.setenv(name, value)
         m.setattr(c, "patched_in_parent", True, raising=False)
         m.setattr(c, "launch_command", launch_command)
         together(script_job, module_job)
@@ -114,6 +120,16 @@ def test_stream_shows_rank_0_once_and_logs_keep_both_streams(two_jobs):
     logs, shown = two_jobs
     assert shown.count("sum=3") == 1 and "LOCAL_RANK=0" in shown and "to stderr" not in shown
     assert all("to stderr" in log and f"LOCAL_RANK={rank}" in log for rank, log in enumerate(logs["script"]))
+
+def test_progress_bars_are_shown_and_leave_their_last_state(two_jobs):
+    "A bar on the error stream is shown as well; what redraws a line must not fill the logs"
+    logs, shown = two_jobs
+    assert "\rbar 3/3\n" in shown and "\rplain bar 2/2" in shown
+    assert all("\nbar 3/3\n" in log and "\nplain bar 2/2\n" in log and "bar 1/" not in log and "\r" not in log for log in logs["script"])
+
+def test_left_over_variables_of_other_launches_change_nothing(two_jobs):
+    "MASTER_PORT, RANK and PET_NNODES of the fixture: PET_ are torchrun's own options, as Kubernetes sets them"
+    assert all("world=2" in log and "MASTER_ADDR=127.0.0.1" in log and "Invalid value" not in log for log in two_jobs[0]["script"])
 
 
 @pytest.fixture(scope="module")
@@ -154,13 +170,36 @@ def test_a_killed_rank_is_named_with_its_signal(two_failures):
     assert str(error).startswith("rank 1: ended by SIGKILL") and error.rank == 1
     assert len(started) == 2 and none_left(started)
 
+def sleeper(folder):
+    "A file whose ranks note their pids and never end, each with a child of its own; no torch, so they start soon"
+    job = Path(folder) / "sleep.py"
+    job.write_text(textwrap.dedent("""
+        import os, subprocess, sys, time
+        child = subprocess.Popen(["sleep", "300"])
+        for name, pid in (("child", child.pid), ("rank", os.getpid())):
+            with open(f"{sys.argv[1]}/{name}-{os.environ['RANK']}.new", "w") as f: f.write(str(pid))
+            os.rename(f.name, f.name[:-4])
+        time.sleep(300)
+    """))
+    return job
+
+def launch_code(job, folder): return f"import minigpt.collectives as c; c.run_ranks({str(job)!r}, 2, args=[{str(folder)!r}])"
+
+def both_ranks(folder, seconds=60):
+    "Wait until both ranks of `sleeper` stand; the pids of torchrun, ranks and their children"
+    until = time.monotonic() + seconds
+    while len(list(folder.glob("rank-?"))) < 2 and time.monotonic() < until: time.sleep(0.05)
+    ranks = [int(path.read_text()) for path in folder.glob("rank-?")]
+    assert len(ranks) == 2
+    torchrun = c.parents()[ranks[0]]
+    return [torchrun, *c.children(torchrun)]
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     "A page whose ranks never end (they need no torch, so they start soon), in a process of its own: for Ctrl-C"
     folder = tmp_path_factory.mktemp("page")
-    job = folder / "sleep.py"
-    job.write_text("import os, sys, time\nopen(f\"{sys.argv[1]}/rank-{os.environ['RANK']}\", 'w').write(str(os.getpid()))\ntime.sleep(300)\n")
-    code = f"import minigpt.collectives as c; c.run_ranks({str(job)!r}, 2, args=[{str(folder)!r}])"
+    job = sleeper(folder)
+    code = launch_code(job, folder)
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         yield process, folder
         if process.poll() is None:
@@ -169,10 +208,10 @@ def page(tmp_path_factory):
 @posix
 def test_time_out_tells_where_each_rank_stood_and_leaves_no_orphan(tmp_path, monkeypatch, page):
     "The time-out starts to count when both ranks are where they hang, so that a busy machine changes nothing (`page` starts meanwhile)"
-    def follow(launcher, log_dir, timeout, stream, follow=c.follow):
+    def follow(*how, follow=c.follow):
         until = time.monotonic() + 60
         while len(pids(tmp_path, "rank")) < 3 and time.monotonic() < until: time.sleep(0.1)
-        return follow(launcher, log_dir, timeout, stream)
+        return follow(*how)
     monkeypatch.setattr(c, "follow", follow)
     job = script(tmp_path, """
         if rank == 1: child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "300"); open(f"{sys.argv[1]}/rank-child", "w").write(str(child))
@@ -191,12 +230,52 @@ def test_time_out_tells_where_each_rank_stood_and_leaves_no_orphan(tmp_path, mon
 def test_p28_interrupt_twice_leaves_no_process(page):
     "P28: Ctrl-C on the page, and again during the clean-up"
     process, folder = page
-    until = time.monotonic() + 60
-    while len(pids(folder, "rank")) < 2 and time.monotonic() < until: time.sleep(0.1)
-    started = pids(folder, "rank") + c.children(process.pid)
+    started = both_ranks(folder)
     process.send_signal(signal.SIGINT); time.sleep(0.2); process.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in process.communicate(timeout=30)[1]
-    assert len(started) >= 5 and none_left(started)
+    assert len(started) == 5 and none_left(started)
+
+@pytest.fixture(scope="module")
+def deaths(tmp_path_factory):
+    "What a launch leaves when its page is killed, its kernel restarted, its torchrun killed: name -> pids; all three at once"
+    started, errors = {}, []
+    def folder_and_job(name): folder = tmp_path_factory.mktemp(name); return folder, sleeper(folder)
+    def page_killed():
+        folder, job = folder_and_job("page-killed")
+        process = subprocess.Popen([sys.executable, "-c", launch_code(job, folder)], start_new_session=True)
+        try: started["page killed"] = both_ranks(folder)
+        finally: process.kill(); process.wait()
+    def kernel_restarted():
+        from jupyter_client import KernelManager
+        folder, job = folder_and_job("kernel")
+        kernel = KernelManager(); kernel.start_kernel()
+        try:
+            client = kernel.client(); client.start_channels()
+            client.wait_for_ready(timeout=60); client.execute(launch_code(job, folder))
+            started["kernel restarted"] = both_ranks(folder)
+            kernel.restart_kernel(now=True)
+            client.stop_channels()
+        finally: kernel.shutdown_kernel(now=True)
+    def torchrun_killed():
+        folder, job = folder_and_job("torchrun-killed")
+        def kill(): started["torchrun killed"] = both_ranks(folder); os.kill(started["torchrun killed"][0], signal.SIGKILL)
+        killer = threading.Thread(target=kill); killer.start()
+        with pytest.raises(c.RankError) as e: c.run_ranks(job, 2, args=[folder], timeout=60, stream=False)
+        errors.append(e.value); killer.join()
+    together(page_killed, kernel_restarted, torchrun_killed)
+    return started, errors
+
+@posix
+@pytest.mark.parametrize("death", ["page killed", "kernel restarted", "torchrun killed"])
+def test_no_orphan_whoever_dies(deaths, death):
+    "SIGKILL can't be caught: torchrun sees its input end, and run_ranks remembers the ranks"
+    started = deaths[0][death]
+    assert len(started) == 5 if death != "kernel restarted" else len(started) >= 5
+    assert none_left(started)
+
+@posix
+def test_killed_torchrun_is_named(deaths):
+    assert [str(e) for e in deaths[1]] == ["torchrun: ended by SIGKILL"]
 
 def test_p16_p18_host_name_that_does_not_resolve(two_jobs):
     "P16, P18: ranks of one machine meet on the loopback interface whatever the host is called"
@@ -215,11 +294,28 @@ def test_launch_env_keeps_what_the_user_set(monkeypatch):
     assert (env["OMP_NUM_THREADS"], env["GLOO_SOCKET_IFNAME"], env["EXTRA"]) == ("5", "eth7", "1")
     assert env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
+@pytest.mark.parametrize("given, expected", [("", "1"), ("abc", "1"), ("0", "1"), ("-2", "1"), ("4", "4"), ("4,2", "4,2")])
+def test_a_number_of_threads_that_is_none_is_replaced(monkeypatch, given, expected):
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert c.launch_env(10_000)["OMP_NUM_THREADS"] == expected
+
+def test_an_empty_variable_keeps_its_meaning_for_others(monkeypatch):
+    "CUDA_VISIBLE_DEVICES= means no card, and stays; GLOO_SOCKET_IFNAME= means nothing"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ""); monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    env = c.launch_env(2, platform="linux")
+    assert env["CUDA_VISIBLE_DEVICES"] == "" and env["GLOO_SOCKET_IFNAME"] == "lo"
+
+def test_without_a_loopback_interface_the_reason_is_told_at_once(monkeypatch):
+    "torchrun would try for minutes"
+    def refuse(address): raise OSError(99, "Cannot assign requested address")
+    monkeypatch.setattr(c.socket, "create_server", refuse)
+    with pytest.raises(OSError, match="^127.0.0.1: Cannot assign requested address; ranks meet there"): c.run_ranks("minigpt.collectives")
+
 def test_n01_n02_function_of_a_page_is_refused_and_nothing_forks():
     "N01, N02: the reason is told at once; a launch is a new interpreter, never a fork of this one"
     def hello(): pass
     with pytest.raises(ValueError, match="hello is a function of this page"): c.run_ranks(hello)
-    assert c.launch_command("minigpt.collectives", 2, (), ".")[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert c.launch_command("minigpt.collectives", 2, (), ".")[:3] == [sys.executable, "-c", c.TORCHRUN]
 
 @pytest.mark.parametrize("target, nproc, error, words", [
     ("nope.py", 2, FileNotFoundError, "nope.py: no such file"),
@@ -263,3 +359,68 @@ TRACE = "Traceback (most recent call last):\n  File \"x.py\", line 1\n    boom\n
 def test_p06_who_failed_first(errors, codes, expected):
     "P06: by message, exit code and time of the last write"
     assert c.first_failure(errors, [1.0, 2.0], codes) == expected
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory):
+    """One launch of 4 ranks: each all-reduce by hand against the library's, in groups of 1 to 4 ranks and of ranks 3 and 1; asserted in
+    the ranks, where the tensors are. Returns what each rank sent: (name of the function, ranks, type, length) -> bytes"""
+    folder = tmp_path_factory.mktemp("hand")
+    job = script(folder, """
+        import itertools, json
+        sent, lengths = {}, (0, 1, 2, 3, 5, 7, 64, 1001)
+        groups = {n: dist.new_group(range(n)) for n in range(1, 5)}
+        for n, dtype, length in itertools.product(range(rank + 1, 5), (torch.float32, torch.bfloat16, torch.int64), lengths):
+            x = (10 * torch.randn(length, generator=torch.Generator().manual_seed(100 * rank + length))).to(dtype)
+            theirs, size = x.clone(), x.abs().double()
+            dist.all_reduce(theirs, group=groups[n]); dist.all_reduce(size, group=groups[n])
+            rounding = torch.finfo(dtype).eps * size * (n - 1) if dtype.is_floating_point and n > 2 else torch.zeros(length)
+            for name in ("ring_all_reduce", "root_all_reduce", "tree_all_reduce"):
+                ours = x.clone()
+                with c.record_sends() as sends: getattr(c, name)(ours, groups[n])
+                assert ((ours.double() - theirs.double()).abs() <= rounding).all(), (name, n, dtype, length, ours, theirs)
+                same = [torch.empty_like(ours) for _ in range(n)]; dist.all_gather(same, ours, group=groups[n])
+                assert all(torch.equal(ours, other) for other in same), "ranks must not drift apart"
+                assert all(s["rank"] == rank and s["to"] != rank for s in sends)
+                sent[f"{name} {n} {x.element_size()} {length}"] = sum(s["bytes"] for s in sends)
+        far = dist.new_group([3, 1])  # ranks in the group are not the global ones
+        weight = torch.nn.Parameter(torch.full((3, 2), 10.0 ** rank))
+        if rank in (1, 3): c.ring_all_reduce(weight, far); assert (weight == 1010).all() and weight.requires_grad
+        else:
+            try: c.ring_all_reduce(weight, far); raise AssertionError
+            except ValueError as e: assert str(e).startswith(f"rank {rank} is not in this group"), e
+        base = torch.full((4, 3), 1.0 * rank); turned, scalar = base.T, torch.tensor(rank + 1.0)
+        c.ring_all_reduce(turned); c.tree_all_reduce(base[:, 1:]); c.root_all_reduce(scalar)
+        assert base.tolist() == [[6, 24, 24]] * 4 and scalar == 10, (base, scalar)
+        with c.record_sends() as outer:
+            c.ring_all_reduce(torch.ones(4))
+            with c.record_sends() as inner: c.ring_all_reduce(torch.ones(4))
+        assert (len(outer), len(inner)) == (12, 6) and not c._open_records
+        open(f"{sys.argv[1]}/sent-{rank}", "w").write(json.dumps(sent))
+    """)
+    c.run_ranks(job, 4, args=[folder], timeout=100, stream=False)
+    return [json.loads((folder / f"sent-{rank}").read_text()) for rank in range(4)]
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_all_reduce_by_hand_sends_what_the_formula_says(by_hand, n):
+    "In all 2N(P-1) bytes, whichever way; in the ring each rank within two chunks of 2N(P-1)/P (equality with dist.all_reduce: the fixture)"
+    cases = [key for key in by_hand[0] if key.split()[1] == str(n)]
+    assert len(cases) == 3 * 3 * 8
+    for key in cases:
+        (name, _, width, length), sent = key.split(), [rank[key] for rank in by_hand[:n]]
+        N, chunk = int(width) * int(length), int(width) * -(-int(length) // n)
+        assert sum(sent) == 2 * N * (n - 1), key
+        if name == "ring_all_reduce": assert all(abs(s - 2 * N * (n - 1) / n) <= 2 * chunk for s in sent), key
+
+def test_all_reduce_by_hand_alone_is_nothing():
+    x = torch.arange(5.0)
+    with c.process_group(), c.record_sends() as sends:
+        for way in (c.ring_all_reduce, c.tree_all_reduce, c.root_all_reduce): way(x)
+    assert x.tolist() == [0, 1, 2, 3, 4] and sends == []
+
+def test_fit_finds_alpha_and_beta_and_the_model_counts_steps():
+    sizes = torch.tensor([2.0**k for k in range(10, 25)])
+    assert c.fit_alpha_beta(sizes, 3e-5 + 2e-10 * sizes) == pytest.approx((3e-5, 2e-10))
+    assert [c.all_reduce_seconds(100, P, 1, 0, "tree") for P in (1, 2, 3, 4, 5, 8)] == [0, 2, 4, 4, 6, 6]
+    assert [c.all_reduce_seconds(100, P, 1, 0, way) for P in (1, 4) for way in ("ring", "root")] == [0, 0, 6, 6]
+    assert [c.all_reduce_seconds(100, 4, 0, 1, way) for way in ("ring", "tree", "root")] == [150, 400, 600]
