@@ -689,7 +689,7 @@ def known_trouble(
         return error
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return "out of memory: halve --train_batch_size and double --accumulate, or give a smaller --context_length or --size"
-    if re.search("timed out|no route to host|network is unreachable", str(error), re.I):  # ours, or TCP's own
+    if re.search("timed out|connectFullMesh failed|no route to host|network is unreachable", str(error), re.I):  # ours, or TCP's own
         return ("another process gave no answer within --timeout seconds: it hangs, or its machine is cut off; "
                 "`python -m minigpt.failure_lab check`, launched like this job, tests what lies between")
     if collectives.BYSTANDER.search(str(error)):

@@ -489,7 +489,8 @@ def test_trouble_that_is_no_bug_is_one_line(texts, tmp_path, monkeypatch, capsys
 
     peer, late = RuntimeError("[127.0.0.1]:1: Connection closed by peer"), RuntimeError("Timed out waiting 4000ms for recv operation")
     lost = RuntimeError("Read error [10.77.0.2]:28290: Connection timed out")  # TCP's own time-out came first
-    for error in (FloatingPointError("step 3: loss is nan"), torch.OutOfMemoryError("CUDA out of memory"), peer, late, lost):
+    mesh = RuntimeError("Gloo connectFullMesh failed with Connect timeout [none]")
+    for error in (FloatingPointError("step 3: loss is nan"), torch.OutOfMemoryError("CUDA out of memory"), peer, late, lost, mesh):
         assert fail(error) == 1
         assert len(capsys.readouterr().err.splitlines()) == 1
     with pytest.raises(RuntimeError, match="our bug"):
