@@ -16,6 +16,7 @@ import os
 import re
 import signal
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -207,7 +208,8 @@ def read_checkpoint(path: Path):
     if path.with_suffix(".json").exists() and (reason := damage(path)):
         raise ValueError(f"{path}: {reason}; {CURES}, --resume PATH takes an older one")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # about odd pickles, which are refused in a line of ours
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # on a file that is no checkpoint the unpickler raises almost anything
         raise ValueError(f"{path}: damaged, no checkpoint, or holds more than tensors and plain values; {CURES}") from None
 

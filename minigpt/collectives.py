@@ -300,9 +300,11 @@ def first_failure(
         if "Traceback" in errors[rank] or code > 0: return _own_error(errors[rank]) or f"exit code {code}"
         return f"ended by {signal.Signals(-code).name}"
     said = [complaint(rank) for rank in range(len(errors))]
+    late = any("timed out waiting" in line.lower() for line in said)
     def order(rank):  # torchrun ends the ranks that still run by a signal, SIGTERM at first
         code, echo = codes.get(rank, 0), bool(BYSTANDER.search(said[rank]))
-        return not said[rank], echo, code < 0, code == -signal.SIGTERM, written[rank]
+        waited_for = late and said[rank] == "ended by SIGTERM"  # it hung until torchrun ended it: its peers tell more
+        return not said[rank], waited_for, echo, code < 0, code == -signal.SIGTERM, written[rank]
     rank = min(range(len(said)), key=order)
     return rank, said[rank]
 

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['SIZES', 'STRATEGIES', 'CHOICES', 'GROUPS', 'OPTIONS', 'ALIASES', 'ELSEWHERE', 'NEEDS', 'WORDS', 'MAX_CONFIG_BYTES',
-           'METAVARS', 'EXAMPLES', 'RunArgs', 'kind_of', 'convert', 'known_option', 'read_config', 'field_help',
-           'env_int', 'complain', 'OneLineParser', 'default_text', 'build_parser', 'parse_args', 'my_turn', 'tell',
-           'prepare_data', 'open_data', 'build_model', 'choose_strategy', 'interface_to', 'name_leads_out',
-           'settle_environment', 'share_cores', 'opening', 'sample', 'log_to', 'fresh_folder', 'sole_use', 'plan',
-           'asked_for', 'check_same_step', 'start', 'leave', 'build_trainer', 'finish', 'job', 'stopped',
-           'known_trouble', 'what_is_left', 'main', 'load_run']
+           'METAVARS', 'EXAMPLES', 'STARTERS', 'RunArgs', 'kind_of', 'convert', 'known_option', 'read_config',
+           'field_help', 'env_int', 'complain', 'OneLineParser', 'default_text', 'build_parser', 'parse_args',
+           'my_turn', 'tell', 'prepare_data', 'open_data', 'build_model', 'choose_strategy', 'interface_to',
+           'name_leads_out', 'settle_environment', 'share_cores', 'opening', 'sample', 'log_to', 'fresh_folder',
+           'sole_use', 'plan', 'asked_for', 'check_same_step', 'start', 'leave', 'build_trainer', 'finish', 'job',
+           'stopped', 'known_trouble', 'what_is_left', 'main', 'load_run']
 
 # %% ../nbs/11_launch.ipynb #imports
 import argparse
@@ -387,13 +387,21 @@ def build_model(
     return transformer.MiniGPT(transformer.GPTConfig(**{**SIZES[run.size], **options, "vocab_size": vocab_size}))
 
 # %% ../nbs/11_launch.ipynb #choose-strategy
+STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}  # none of them sets RANK
+
+
 def choose_strategy(
     name: str,  # auto, single, ddp
     env: dict,  # os.environ
 ) -> str:  # single or ddp
     "Under torchrun ddp, alone single; several processes that don't know of each other are refused"
+    ranked = "RANK" in env or "WORLD_SIZE" in env
+    copies = next((variable for variable in STARTERS if env.get(variable, "1") not in ("", "0", "1")), None)
+    if name == "auto" and copies and not ranked:
+        cure = "let it start one torchrun per machine, or say --strategy single for runs apart, each with its own --output_dir"
+        raise ValueError(f"{STARTERS[copies]} started {env[copies]} copies ({copies}) that don't know of each other: {cure}")
     if name == "auto":
-        return "ddp" if "RANK" in env or "WORLD_SIZE" in env else "single"
+        return "ddp" if ranked else "single"
     if name == "single" and env.get("WORLD_SIZE", "1") != "1":
         cure = "use --strategy ddp, or start with python instead of torchrun"
         raise ValueError(f"--strategy single in {env['WORLD_SIZE']} processes: {cure}")
@@ -495,6 +503,8 @@ def log_to(
 # %% ../nbs/11_launch.ipynb #run-folder
 def fresh_folder() -> str:  # under runs/ in the working directory
     "A folder named by the time, made by rank 0, and never one that another run has"
+    if env_int("TORCHELASTIC_MAX_RESTARTS", 0):
+        raise ValueError("--output_dir: give one with torchrun --max-restarts, else a restarted job would begin anew in another folder")
     folder = name = f"runs/{time.strftime('%Y-%m-%d-%H%M%S')}"
     number = 1
     while env_int("RANK", 0) == 0:
@@ -578,9 +588,13 @@ def start(
         check_same_step(trainer)
         for line in [asked, *plan(trainer.facts(), trainer.args, trainer.step)]:
             trainer.emit("note", text=line)
-    except BaseException:
+    except BaseException as error:
         leave(trainer)
-        raise
+        if not isinstance(error, torch.distributed.DistNetworkError):
+            raise
+        where = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
+        cause = str(error).splitlines()[0].rpartition("message: ")[2]
+        raise ValueError(f"{where}: the processes can't meet there: {cause}; give torchrun another --master-port") from None
 
 
 def leave(trainer):
@@ -618,9 +632,10 @@ def build_trainer(run: RunArgs, train: pretrainer_single.TrainArgs, options: dic
     return trainer, words
 
 # %% ../nbs/11_launch.ipynb #finish
-def finish(trainer):
+def finish(trainer, words: tokenizer.Tokenizer):
     "Draw the curve, and say what there is and what to do next"
     folder = Path(trainer.args.output_dir)
+    words.save(folder / "tokenizer.json")  # once more, should somebody have removed the folder meanwhile
     events = runlog.read_run(folder)
     runlog.plot_runs([folder], out=folder / "loss.png")
     last = next((e["eval_loss"] for e in reversed(events) if e.get("eval_loss") is not None), None)
@@ -664,7 +679,7 @@ def job(
         if trainer.is_main_process and trainer.log_file.unwritten:  # the log itself has told why
             return 1
         if trainer.is_main_process:
-            finish(trainer)
+            finish(trainer, words)
     finally:
         leave(trainer)
     return 0
@@ -718,12 +733,12 @@ def main(
     share_cores()
     try:
         return job(run, train, options)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:  # before the first step, or asked a second time
         if "RANK" in os.environ:  # torchrun may pass on a second one; a notebook's kernel must stay interruptible
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if env_int("RANK", 0) == 0:
             complain(f"interrupted; {what_is_left(train.output_dir)}")
-        return 130
+        return 130 if isinstance(ended, KeyboardInterrupt) else ended.code
     except (RuntimeError, FloatingPointError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # whoever read our output has left: nothing more can be said
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -752,6 +767,6 @@ def load_run(
 # %% ../nbs/11_launch.ipynb #run-as-script
 if __name__ == "__main__" and "__file__" in globals():  # the first is true in a notebook too, which has no __file__
     code = main()
-    if code == 130:  # at once: a write that is under way would hold the exit up, and its file has no final name yet
+    if code in (130, 143):  # at once: a write that is under way would hold the exit up, and its file has no final name yet
         os._exit(code)
     sys.exit(code)

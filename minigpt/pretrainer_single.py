@@ -435,7 +435,10 @@ def gather_state(self):
 def load_state(self, state):
     "What `gather_state` returned, back into this process; in another number of processes dropout goes on from fresh seeds"
     self.unwrap_model().load_state_dict(state["model_state"])
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
     self.optimizer.load_state_dict(state["optimizer_state"])
+    for group, own in zip(self.optimizer.param_groups, settings):  # moments go on; a weight decay that was changed counts
+        group.update(own)
     if len(state["rng_states"]) == self.world_size:
         set_rng_state(state["rng_states"][self.rank], self.device)
 

@@ -255,6 +255,8 @@ TRACE = "Traceback (most recent call last):\n  File \"x.py\", line 1\n    boom\n
     ([TRACE.format("OSError: handled and logged"), TRACE.format("KeyError: 'x'")], {0: -15, 1: 1}, (1, "KeyError: 'x'")),
     ([TRACE.format("OSError: handled and logged"), TRACE.format("KeyError: 'x'")], {1: 1}, (1, "KeyError: 'x'")),
     (["", TRACE.format("KeyError: 'x'")], {0: -9, 1: 1}, (1, "KeyError: 'x'")),
+    ([TRACE.format("RuntimeError: Timed out waiting 5000ms for recv"), ""], {0: 1, 1: -15}, (0, "RuntimeError: Timed out waiting 5000ms for recv")),
+    (["", TRACE.format("RuntimeError: Connection closed by peer")], {0: -15, 1: 1}, (0, "ended by SIGTERM")),
     ([TRACE.format("ValueError: inner") + "\nDuring handling:\n\n" + TRACE.format("OSError: outer"), ""], {0: 1}, (0, "OSError: outer")),
 ])
 @posix

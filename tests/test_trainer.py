@@ -7,25 +7,11 @@ import torch
 from torch import nn
 
 import minigpt.pretrainer_single as single
-from minigpt.pretrainer_single import BatchOrder, TrainArgs, Trainer, build_optimizer, choose, choose_dtype, lr_at, token_loss, unpatch
-from trainer_job import CONTEXT, VOCAB, Windows, adamw, losses, make_model, make_trainer, weights
+from minigpt.pretrainer_single import BatchOrder, TrainArgs, build_optimizer, choose, choose_dtype, lr_at, token_loss
+from trainer_job import CONTEXT, VOCAB, Windows, adamw, losses, make_model, make_trainer, trained, weights
 
 
-@pytest.fixture(autouse=True)
-def one_plain_process(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    unpatch(Trainer)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def trained(folder, **options):
-    trainer = make_trainer(folder, **options)
-    trainer.train()
-    return trainer
+pytestmark = pytest.mark.usefixtures("one_plain_process")
 
 
 def equal_weights(one, other, **tolerance):

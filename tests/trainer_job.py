@@ -42,15 +42,23 @@ def make_model(drop_rate=0.0, seed=0):
     return MiniGPT(GPTConfig(vocab_size=VOCAB, context_length=CONTEXT, emb_dim=32, n_layers=2, n_heads=2, drop_rate=drop_rate))
 
 
-def make_trainer(folder, model=None, optimizer=None, train=43, evaluation=11, masked=False, log=None, **options):
+def make_trainer(folder, model=None, optimizer=None, train=43, evaluation=11, masked=False, log=None, about=None, **options):
     "A trainer on 43 training and 11 evaluation windows; its events go to `trainer.events`"
     model = model or make_model()
     defaults = dict(num_train_epochs=1, learning_rate=0.3, warmup_steps=2, eval_steps=3, log_every=1, resume="never", output_dir=str(folder))
     args = TrainArgs(**defaults | options)
     events = []
-    trainer = Trainer(model, (optimizer or sgd)(model), args, device="cpu", log=log or events.append, checkpointer=Checkpointer(folder, args.keep_last))
+    keeper = Checkpointer(folder, args.keep_last)
+    trainer = Trainer(model, (optimizer or sgd)(model), args, device="cpu", log=log or events.append, checkpointer=keeper, about=about)
     trainer.set_dataset(Windows(range(train), masked), Windows(range(43, 43 + evaluation)))
     trainer.events = events
+    return trainer
+
+
+def trained(folder, **options):
+    "The same, trained"
+    trainer = make_trainer(folder, **options)
+    trainer.train()
     return trainer
 
 
