@@ -6,10 +6,10 @@
 __all__ = ['SIZES', 'STRATEGIES', 'CHOICES', 'GROUPS', 'OPTIONS', 'ALIASES', 'ELSEWHERE', 'NEEDS', 'WORDS', 'MAX_CONFIG_BYTES',
            'METAVARS', 'EXAMPLES', 'STARTERS', 'RunArgs', 'kind_of', 'convert', 'known_option', 'read_config',
            'field_help', 'env_int', 'complain', 'OneLineParser', 'default_text', 'build_parser', 'parse_args',
-           'my_turn', 'tell', 'prepare_data', 'open_data', 'build_model', 'choose_strategy', 'settle_environment',
-           'share_cores', 'opening', 'sample', 'log_to', 'fresh_folder', 'sole_use', 'plan', 'asked_for',
-           'check_same_step', 'start', 'leave', 'build_trainer', 'finish', 'job', 'stopped', 'known_trouble',
-           'what_is_left', 'main', 'load_run']
+           'my_turn', 'tell', 'prepare_data', 'open_data', 'build_model', 'choose_strategy', 'interface_to',
+           'name_leads_out', 'settle_environment', 'share_cores', 'opening', 'sample', 'log_to', 'fresh_folder',
+           'sole_use', 'plan', 'asked_for', 'check_same_step', 'start', 'leave', 'build_trainer', 'finish', 'job',
+           'stopped', 'known_trouble', 'what_is_left', 'main', 'load_run']
 
 # %% ../nbs/11_launch.ipynb #imports
 import argparse
@@ -407,6 +407,31 @@ def choose_strategy(
         raise ValueError(f"--strategy single in {env['WORLD_SIZE']} processes: {cure}")
     return name
 
+# %% ../nbs/11_launch.ipynb #interface-to
+def interface_to(
+    address: str,  # host name or IPv4 address
+) -> str | None:  # None: no way there, or not on Linux
+    "The network interface by which this machine reaches an address"
+    if sys.platform != "linux":
+        return None
+    import fcntl  # not on Windows
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, suppress(OSError):
+        s.connect((address, 9))  # sends nothing: the system only chooses a way
+        own = socket.inet_aton(s.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                if fcntl.ioctl(s, 0x8915, name.encode().ljust(256, b"\0"))[20:24] == own:  # 0x8915 asks for its address
+                    return name
+
+
+def name_leads_out() -> bool:
+    "Does the host name lead to an address that other machines could reach?"
+    try:
+        return not socket.gethostbyname(socket.gethostname()).startswith("127.")
+    except OSError:
+        return False
+
 # %% ../nbs/11_launch.ipynb #settle-environment
 def settle_environment(
     env: dict,  # os.environ; changed in place
@@ -415,7 +440,9 @@ def settle_environment(
     "What a machine's own quirks ask for before ranks meet"
     if platform == "win32":
         env.setdefault("USE_LIBUV", "0")  # PyTorch for Windows comes without libuv
-    if "MASTER_ADDR" in env and env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE"):  # all ranks on this machine
+    if "MASTER_ADDR" not in env:
+        return
+    if env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE"):  # all ranks on this machine
         loopback = {"linux": "lo", "darwin": "lo0"}.get(platform)
         if loopback:
             env.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -423,6 +450,8 @@ def settle_environment(
             socket.getaddrinfo(env["MASTER_ADDR"], None)
         except OSError:  # a host name that nobody resolves, not even the host
             env["MASTER_ADDR"] = "127.0.0.1"
+    elif "GLOO_SOCKET_IFNAME" not in env and not name_leads_out() and (way := interface_to(env["MASTER_ADDR"])):
+        env["GLOO_SOCKET_IFNAME"] = way
 
 # %% ../nbs/11_launch.ipynb #share-cores
 def share_cores():
@@ -675,6 +704,9 @@ def known_trouble(
         return error
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return "out of memory: halve --train_batch_size and double --accumulate, or give a smaller --context_length or --size"
+    if re.search("timed out|connectFullMesh failed|no route to host|network is unreachable", str(error), re.I):  # ours, or TCP's own
+        return ("another process gave no answer within --timeout seconds: it hangs, or its machine is cut off; "
+                "`python -m minigpt.failure_lab check`, launched like this job, tests what lies between")
     if collectives.BYSTANDER.search(str(error)):
         return "another process of this job ended, so this one can't go on; its own message tells why"
 

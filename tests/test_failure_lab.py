@@ -9,6 +9,7 @@ import pytest
 
 import minigpt.failure_lab as lab
 from minigpt.collectives import RANK_VARIABLES, launch_env
+from minigpt.pretrain_dataset import PretrainBinaryDataset, prepare_files
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 pytestmark = posix
@@ -228,6 +229,25 @@ def test_check_of_each_thing_warns_with_a_cure(tmp_path, monkeypatch):
     findings += [lab.check_interface(tmp_path), lab.check_disk(unwritable)]
     for finding in findings:
         assert finding.level == "warn" and finding.cure and "\n" not in str(finding), finding
+
+
+def test_nodes_that_differ_are_named_by_rank(tmp_path):
+    "A node without the data, one with another torch; a .bin has the fingerprint of the run's log; Python's caches don't count"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.txt").write_text("text")
+    before = lab.fingerprint(tmp_path / "a")
+    (tmp_path / "a" / "__pycache__").mkdir()
+    (tmp_path / "a" / "__pycache__" / "x.pyc").write_text("cache")
+    assert lab.fingerprint(tmp_path / "a") == before
+    path = prepare_files([tmp_path / "a" / "x.txt"], 260, tmp_path / "b", progress=False)
+    assert lab.fingerprint(path) == PretrainBinaryDataset(path, 2).fingerprint
+    here, nowhere = lab.facts(path), lab.facts(tmp_path / "missing.bin")
+    assert [finding.level for finding in lab.check_same([here, here])] == ["ok"] * 4
+    *same, torch_, data = sorted(lab.check_same([here, here, nowhere | dict(torch="2.9.1")]), key=lambda finding: finding.level)
+    assert [finding.level for finding in same] == ["ok", "ok"] and "\n" not in str(data)
+    assert str(torch_).endswith("on 2 of 3 ranks, but rank 2 2.9.1; cure: install one version everywhere")
+    assert "but rank 2 unreadable (" in str(data)
+    assert lab.check_same([nowhere, nowhere])[-1].level == "warn"
 
 
 def test_a_check_that_breaks_is_a_finding_and_no_answer_a_time_out():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -428,6 +429,12 @@ def test_p16_p20_machine_quirks_are_settled_before_ranks_meet():
     env = dict(two_nodes)
     pretrainer.settle_environment(env, "linux")
     assert env == two_nodes
+    one_of_two = two_nodes | dict(MASTER_ADDR="127.0.0.1")
+    for name_leads_to, expected in (("127.0.1.1", "lo"), ("10.0.0.5", None)):  # Debian's own entry; a name that others can use
+        env = dict(one_of_two)
+        with mock.patch.object(pretrainer.socket, "gethostbyname", return_value=name_leads_to):
+            pretrainer.settle_environment(env, "linux")
+        assert env.get("GLOO_SOCKET_IFNAME") == (expected if sys.platform == "linux" else None)
     env = local | dict(GLOO_SOCKET_IFNAME="eth0")
     pretrainer.settle_environment(env, "linux")
     assert env["GLOO_SOCKET_IFNAME"] == "eth0"  # what the user set stands
@@ -480,8 +487,10 @@ def test_trouble_that_is_no_bug_is_one_line(texts, tmp_path, monkeypatch, capsys
         monkeypatch.setattr(Trainer, "train", train)
         return cli("--dataset_path", texts, *SMALL, "--max_steps", 1, "--output_dir", tmp_path)
 
-    peer = RuntimeError("[127.0.0.1]:1: Connection closed by peer")
-    for error in (FloatingPointError("step 3: loss is nan"), torch.OutOfMemoryError("CUDA out of memory"), peer):
+    peer, late = RuntimeError("[127.0.0.1]:1: Connection closed by peer"), RuntimeError("Timed out waiting 4000ms for recv operation")
+    lost = RuntimeError("Read error [10.77.0.2]:28290: Connection timed out")  # TCP's own time-out came first
+    mesh = RuntimeError("Gloo connectFullMesh failed with Connect timeout [none]")
+    for error in (FloatingPointError("step 3: loss is nan"), torch.OutOfMemoryError("CUDA out of memory"), peer, late, lost, mesh):
         assert fail(error) == 1
         assert len(capsys.readouterr().err.splitlines()) == 1
     with pytest.raises(RuntimeError, match="our bug"):
