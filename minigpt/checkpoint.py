@@ -113,7 +113,7 @@ def read_sidecar(
         with open(path.with_suffix(".json"), encoding="utf-8") as file:
             facts = json.loads(file.read(4096))
         whole = all(isinstance(facts[name], kind) for name, kind in SIDECAR_FIELDS.items())
-        return facts if whole and facts["step"] == step_of(path) else None
+        return facts if whole and step_of(path) in (facts["step"], None) else None  # None: under a name that somebody gave it
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -124,7 +124,7 @@ def damage(
     "Why a checkpoint can't be trusted; None: it is what was written"
     facts = read_sidecar(path)
     if facts is None:
-        return "its sidecar is missing or unreadable, so its write did not end"
+        return "its sidecar is missing, unreadable or another step's: its write did not end, or it was renamed"
     if not path.is_file():
         return "no file"
     try:
@@ -196,18 +196,20 @@ def to_resume(self) -> tuple[Path | None, list[str]]:
     "As `newest`; a ValueError where there are checkpoints and none can be trusted: to start afresh is not ours to decide"
     path, notes = self.newest()
     if not path and self.complete():
-        raise ValueError(f"{'; '.join(notes)}; none is left to go on from: --resume never starts afresh, --init_from PATH with weights alone")
+        raise ValueError(f"{'; '.join(notes)}; none is left to go on from; another --output_dir starts afresh, there --init_from PATH with weights alone")
     return path, notes
 
 # %% ../nbs/06_checkpoint.ipynb #read-checkpoint
-CURES = "--resume auto takes the newest whole one of --output_dir, --resume never starts afresh"
+CURES = "--resume auto takes the newest whole one of --output_dir, another --output_dir starts afresh"
 
 
 def read_checkpoint(path: Path):
     "What a file of tensors and plain values holds, on the CPU; nothing in it is executed; a ValueError if it is damaged or altered"
+    if path.is_dir():
+        raise ValueError(f"{path}: a folder; give one of its checkpoint-*.pth")
     if not path.is_file():
         raise ValueError(f"{path}: no such checkpoint; {CURES}")
-    if path.with_suffix(".json").exists() and (reason := damage(path)):
+    if path.suffix == ".pth" and path.with_suffix(".json").exists() and (reason := damage(path)):
         raise ValueError(f"{path}: {reason}; {CURES}, --resume PATH takes an older one")
     try:
         with warnings.catch_warnings(action="ignore"):  # about odd pickles, which are refused in a line of ours
@@ -226,7 +228,7 @@ def load(
     held = state if isinstance(state, dict) else {}
     wrong = [name for name, kind in CHECKPOINT_FIELDS.items() if name not in held or not isinstance(held[name], kind)]
     if wrong:
-        cure = f"--init_from {path} starts a new run from weights alone, --resume never afresh"
+        cure = f"--init_from {path} starts a new run from weights alone, in another --output_dir"
         raise ValueError(f"{path}: lacks {', '.join(wrong)}, so training can't go on exactly from it; {cure}")
     return state
 
@@ -335,7 +337,7 @@ def take_up(
     "Load a checkpoint to go on with; a ValueError if another model, text or split made it"
     state = self.load(path)
     if changed := differences(run_identity(state), run_identity(now)):
-        cure = "use its settings, or --resume never in another --output_dir"
+        cure = "use its settings, or another --output_dir"
         if state["tokenizer_hash"] == now["tokenizer_hash"]:  # else its weights mean nothing here
             cure += f"; --init_from {path} starts a new run from its weights"
         raise ValueError(f"{path}: made by another run: {changed}: {cure}")
@@ -376,7 +378,10 @@ def stop_on_signals(
     if threading.current_thread() is not threading.main_thread():  # only there can a handler be set
         yield
         return
-    before = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a closed terminal; `nohup` ignores it
+        signals.append(signal.SIGHUP)
+    before = {signum: signal.signal(signum, handle) for signum in signals}
     try:
         yield
     finally:

@@ -9,12 +9,11 @@ __all__ = ['SIZES', 'STRATEGIES', 'CHOICES', 'GROUPS', 'OPTIONS', 'ALIASES', 'EL
            'my_turn', 'tell', 'prepare_data', 'open_data', 'build_model', 'choose_strategy', 'interface_to',
            'name_leads_out', 'settle_environment', 'share_cores', 'opening', 'sample', 'log_to', 'fresh_folder',
            'sole_use', 'plan', 'asked_for', 'check_same_step', 'start', 'leave', 'build_trainer', 'finish', 'job',
-           'stopped', 'known_trouble', 'what_is_left', 'main', 'load_run']
+           'stopped', 'known_trouble', 'what_is_left', 'sigterm_as_exit', 'main', 'load_run']
 
 # %% ../nbs/11_launch.ipynb #imports
 import argparse
 import difflib
-import hashlib
 import inspect
 import json
 import math
@@ -24,7 +23,7 @@ import shlex
 import signal
 import socket
 import sys
-import tempfile
+import threading
 import time
 import warnings
 from contextlib import contextmanager, suppress
@@ -341,7 +340,7 @@ def prepare_data(
     "Find the data or make it; processes take turns, so the first prepares and the others find it done"
     if run.prepared:
         return Path(run.prepared)
-    folder, bars = pretrain_dataset.data_dir(), sys.stderr.isatty()
+    folder, bars = pretrain_dataset.data_dir(), bool(sys.stderr and sys.stderr.isatty())
     with warnings.catch_warnings(record=True) as caught, my_turn(folder / "prepare.lock"):
         what = " ".join(run.dataset_path) or run.corpus or pretrain_dataset.default_corpus()
         tell(f"text: {what}, as tokens of a vocabulary of {vocab_size}; prepared once, then found in {folder}")
@@ -520,11 +519,11 @@ def fresh_folder() -> str:  # under runs/ in the working directory
 def sole_use(
     folder: str | Path,  # the run's own
 ) -> FileLock:  # rank 0 holds it until it releases it or ends, however it ends
-    "Two runs must not write one folder: the second is refused"
-    name = hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:16]
-    lock = FileLock(Path(tempfile.gettempdir()) / f"minigpt-run-{name}.lock")  # outside: an empty run folder stays empty
+    "Two runs must not write one folder, on one machine or on two: the second is refused"
+    lock = FileLock(Path(folder) / ".lock")
     try:
         if env_int("RANK", 0) == 0:
+            Path(folder).mkdir(parents=True, exist_ok=True)
             lock.acquire(blocking=False)
     except Timeout:
         raise ValueError(f"--output_dir {folder}: another run is writing there; wait for it, or give another folder") from None
@@ -600,6 +599,9 @@ def start(
 def leave(trainer):
     "Leave the group and free the folder"
     trainer.cleanup()
+    if trainer.folder_lock.is_locked:
+        with suppress(OSError):  # Windows deletes no open file
+            Path(trainer.folder_lock.lock_file).unlink()
     trainer.folder_lock.release()
 
 # %% ../nbs/11_launch.ipynb #build-trainer
@@ -620,11 +622,16 @@ def build_trainer(run: RunArgs, train: pretrainer_single.TrainArgs, options: dic
     )  # fmt: skip
     STRATEGIES[run.strategy](pretrainer_single.Trainer)
     keeper = checkpoint.Checkpointer(train.output_dir, train.keep_last)
+    if env_int("TORCHELASTIC_RESTART_COUNT", 0) and keeper.complete():
+        train.resume = "auto"  # a restarted job goes on from what it saved before, however it was first begun
+    if train.resume == "never" and keeper.complete():
+        raise ValueError(f"--resume never: {train.output_dir} holds the checkpoints of another run; give another --output_dir")
     trainer = pretrainer_single.Trainer(model, optimizer, train, device=run.device, checkpointer=keeper, about=about)
     trainer.set_dataset(train_set, eval_set)
+    if env_int("RANK", 0) == 0 and len(eval_set):
+        trainer.about |= pretrain_dataset.baselines(train_set, eval_set)
     trainer.folder_lock = sole_use(train.output_dir)
     if env_int("RANK", 0) == 0:
-        trainer.about |= pretrain_dataset.baselines(train_set, eval_set) if len(eval_set) else {}
         trainer.log = log_to(train.output_dir, trainer)
     start(trainer, asked)
     if trainer.is_main_process:
@@ -648,8 +655,8 @@ def finish(trainer, words: tokenizer.Tokenizer):
             f"knowing only frequencies gives {lines['unigram']:.2f} (unigram), knowing nothing {lines['ln_vocab']:.2f} (ln V)."
         )
     print(f"Health: {runlog.health_line(events)}")
-    print(f"In {folder}: " + ", ".join(sorted(path.name for path in folder.iterdir() if path.is_file())))
-    print(f"Next: look at {folder / 'loss.png'}; train longer with --output_dir {folder} --max_steps {4 * trainer.total_steps}; "
+    print(f"In {folder}: " + ", ".join(sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != ".lock")))
+    print(f"Next: look at {folder / 'loss.png'}; train longer with --output_dir {shlex.quote(str(folder))} --max_steps {4 * trainer.total_steps}; "
           "your own text with --dataset_path my.txt; --help lists all options")
 
 # %% ../nbs/11_launch.ipynb #job
@@ -662,6 +669,8 @@ def job(
     try:
         trainer, words = build_trainer(run, train, options)
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise  # nobody reads what we say: not a mistake to be mended
         complain(error)
         with suppress(OSError, ValueError):  # an empty run folder tells nothing
             Path(train.output_dir or "runs").rmdir()
@@ -692,7 +701,7 @@ def stopped(
     signum = trainer.stopped_by or signal.SIGTERM  # another rank was asked, and told us
     if trainer.is_main_process:
         where = f"step {trainer.step} of {trainer.total_steps}"
-        complain(f"stopped by {signal.Signals(signum).name} after {where}; {what_is_left(trainer.args.output_dir)}")
+        complain(f"stopped by {signal.Signals(signum).name} after {where}; {what_is_left(trainer.args)}")
     return 128 + signum
 
 # %% ../nbs/11_launch.ipynb #known-trouble
@@ -712,13 +721,31 @@ def known_trouble(
 
 
 def what_is_left(
-    folder: str,  # output_dir; empty: none was made yet
+    args: pretrainer_single.TrainArgs,  # of the run; without an output_dir none was made yet
 ) -> str:
     "What an interrupted run can be resumed from"
-    newest, notes = checkpoint.Checkpointer(folder).newest() if folder else (None, [])
+    newest, notes = checkpoint.Checkpointer(args.output_dir).newest() if args.output_dir else (None, [])
     if newest:
-        return "; ".join([*notes, f"the same command with --output_dir {folder} goes on from {newest.name}"])
+        how = f"--output_dir {shlex.quote(str(args.output_dir))}" + " --resume auto" * (args.resume != "auto")
+        return "; ".join([*notes, f"the same command with {how} goes on from {newest.name}"])
     return "there is no checkpoint yet: --save_steps 100 writes one every 100 steps"
+
+# %% ../nbs/11_launch.ipynb #sigterm-as-exit
+@contextmanager
+def sigterm_as_exit():
+    "Within: SIGTERM is a SystemExit of 143, so that it cleans up and is told in a line, as Ctrl-C is"
+
+    def handle(signum, frame):
+        raise SystemExit(128 + signum)
+
+    if threading.current_thread() is not threading.main_thread():  # only there can a handler be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 # %% ../nbs/11_launch.ipynb #main
 def main(
@@ -732,12 +759,13 @@ def main(
     run, train, options = parse_args(argv)
     share_cores()
     try:
-        return job(run, train, options)
+        with sigterm_as_exit():
+            return job(run, train, options)
     except (KeyboardInterrupt, SystemExit) as ended:  # before the first step, or asked a second time
         if "RANK" in os.environ:  # torchrun may pass on a second one; a notebook's kernel must stay interruptible
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if env_int("RANK", 0) == 0:
-            complain(f"interrupted; {what_is_left(train.output_dir)}")
+            complain(f"interrupted; {what_is_left(train)}")
         return 130 if isinstance(ended, KeyboardInterrupt) else ended.code
     except (RuntimeError, FloatingPointError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # whoever read our output has left: nothing more can be said
@@ -762,7 +790,10 @@ def load_run(
     state = checkpoints.load(path)
     model = transformer.MiniGPT(transformer.GPTConfig(**state["config"]))
     model.load_state_dict(state["model_state"])
-    return model.eval(), tokenizer.Tokenizer.load(Path(folder) / "tokenizer.json")
+    words = tokenizer.Tokenizer.load(Path(folder) / "tokenizer.json")
+    if state["tokenizer_hash"] not in (None, words.hash):
+        raise ValueError(f"{path}: trained with another tokenizer than {Path(folder) / 'tokenizer.json'}; give the folder of its own run")
+    return model.eval(), words
 
 # %% ../nbs/11_launch.ipynb #run-as-script
 if __name__ == "__main__" and "__file__" in globals():  # the first is true in a notebook too, which has no __file__

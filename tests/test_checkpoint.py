@@ -286,7 +286,7 @@ def test_c26_another_model_or_other_data_are_refused_by_name(changed, said, run,
     with pytest.raises(ValueError) as error:
         trainer.train()
     line = str(error.value)
-    assert said in line and "--resume never" in line and "\n" not in line
+    assert said in line and "another --output_dir" in line and "\n" not in line
     assert "--init_from" in line or "tokenizer_hash" in changed  # weights mean nothing to another tokenizer
     assert names(run) == ["checkpoint-2.pth", "checkpoint-4.pth"] and not trainer.events
 
@@ -428,7 +428,7 @@ def test_where_all_are_altered_the_run_is_refused(tmp_path):
     "whether to start afresh is not ours to decide"
     saved(tmp_path, 2)
     flip(tmp_path / "checkpoint-2.pth")
-    with pytest.raises(ValueError, match="checkpoint-2.pth: altered .*--resume never starts afresh"):
+    with pytest.raises(ValueError, match="checkpoint-2.pth: altered .*another --output_dir starts afresh"):
         trained(tmp_path, train_batch_size=4, max_steps=1, resume="auto")
 
 
@@ -648,3 +648,14 @@ def test_a_hostile_pickle_is_refused_and_nothing_runs(option, sidecar, tmp_path)
     assert not trace.exists()
     torch.load(path, weights_only=False)
     assert trace.exists()  # it would have
+
+
+def test_a_renamed_pair_is_still_verified(tmp_path):
+    "under a name of the user's own; under that of another step it is not that step's"
+    keeper = saved(tmp_path, 2)
+    for name in ("best", "checkpoint-9"):
+        for kind in ("pth", "json"):
+            (tmp_path / f"{name}.{kind}").write_bytes((tmp_path / f"checkpoint-2.{kind}").read_bytes())
+    assert damage(tmp_path / "best.pth") is None and "another step's" in damage(tmp_path / "checkpoint-9.pth")
+    flip(tmp_path / "best.pth")
+    assert "altered" in damage(tmp_path / "best.pth") and keeper.newest()[0] == tmp_path / "checkpoint-2.pth"

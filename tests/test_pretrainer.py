@@ -21,7 +21,7 @@ from minigpt.collectives import launch_env
 from minigpt.pretrain_dataset import PretrainBinaryDataset, data_dir, prepare_files
 from minigpt.pretrainer_single import TrainArgs, Trainer, unpatch
 from minigpt.runlog import read_run
-from minigpt.tokenizer import Tokenizer
+from minigpt.tokenizer import Tokenizer, train_tokenizer
 from minigpt.transformer import GPTConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -351,6 +351,11 @@ BAD = {  # arguments -> words of the one line
     "--dataset_path TEXTS --resume nothere.pth": "nothere.pth no such checkpoint",
     "--dataset_path TEXTS --resume NOT_A_CHECKPOINT": "NOT_A_CHECKPOINT no checkpoint",
     "--dataset_path TEXTS --resume WEIGHTS": "WEIGHTS optimizer_state",  # C24
+    "--dataset_path TEXTS --resume EMPTY": "--resume empty auto, never",
+    "--dataset_path TEXTS --resume WHOLE --init_from WHOLE": "--init_from --resume one of them",
+    "--dataset_path TEXTS --resume FOLDER": "FOLDER a folder",
+    "--dataset_path TEXTS --init_from BIN": "BIN no checkpoint",
+    "--dataset_path TEXTS --resume never --output_dir FOLDER": "--resume never FOLDER another run",
     "--dataset_path TEXTS --resume WHOLE --emb_dim 64": "WHOLE emb_dim 32 64",
     "--dataset_path BIN --vocab_size 301": "301 300 leave the flag out",
 }
@@ -366,6 +371,7 @@ def stand_ins(texts, base, tmp_path_factory):
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     torch.save(dict(model_state={}), folder / "WEIGHTS")
     places = {name: folder / name for name in [*contents, "WEIGHTS"]}
+    places |= dict(EMPTY="", FOLDER=base / "whole")
     return {**places, "TEXTS": texts, "WHOLE": base / "whole" / "checkpoint-6.pth", "BIN": prepare_files([texts], 300, progress=False)}
 
 
@@ -373,7 +379,7 @@ def stand_ins(texts, base, tmp_path_factory):
 def test_t26_a_mistake_is_one_line_and_exit_code_2(args, stand_ins, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = [str(stand_ins.get(word, word)) for word in args.split()]
-    small = [] if "_size 12" in args or "BIN" in args else SMALL[:10]
+    small = [] if "_size 12" in args or "--dataset_path BIN" in args else SMALL[:10]
     more = [] if "--max_steps" in args else ["--max_steps", 1]
     assert cli(*small, *words, *more) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -545,6 +551,43 @@ def test_a_mistake_frees_the_folder(stand_ins, tmp_path):
         pretrainer.sole_use(tmp_path / "run").release()
     finally:
         gc.enable()
+
+
+def test_a_restarted_job_goes_on_however_it_was_begun(texts, base, tmp_path, monkeypatch):
+    "torchrun repeats the command: `--resume never` or PATH must not throw away what the life before has saved"
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for file in (base / "whole").glob("checkpoint-3.*"):
+        shutil.copy(file, folder)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    six = ("--train_batch_size", 6, "--max_steps", 6, "--save_steps", 3)
+    assert cli("--dataset_path", texts, *SMALL, *six, "--resume", "never", "--output_dir", folder) == 0
+    assert [event["step"] for event in events(folder, "resume")] == [3]
+
+
+def test_another_runs_tokenizer_is_refused(base, tmp_path):
+    "N07: a model's text is decoded by its own tokenizer"
+    folder = shutil.copytree(base / "whole", tmp_path / "run")
+    train_tokenizer(["another text " * 20], 262).save(folder / "tokenizer.json")
+    with pytest.raises(ValueError, match="another tokenizer"):
+        pretrainer.load_run(folder)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_sigterm_before_the_first_step_is_one_line(texts, tmp_path, monkeypatch, capsys):
+    "also while the data are prepared; and the handler is gone afterwards"
+    monkeypatch.setattr(pretrainer, "prepare_data", lambda *args: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli("--dataset_path", texts, *SMALL, "--output_dir", tmp_path / "run") == 143
+    assert capsys.readouterr().err.strip() == "pretrainer.py: interrupted; there is no checkpoint yet: --save_steps 100 writes one every 100 steps"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_closed_streams_are_no_mistake(texts, tmp_path, monkeypatch):
+    "`2>&-` leaves no stderr"
+    monkeypatch.setenv("MINIGPT_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli("--dataset_path", texts, *SMALL, "--max_steps", 1, "--output_dir", tmp_path / "run") == 0
 
 
 def test_another_tokenizer_beside_the_data_is_refused(texts, tmp_path, capsys):

@@ -178,6 +178,26 @@ def test_t07_a_loss_that_is_not_finite_stops_the_run(tmp_path):
         rest.train()
 
 
+def test_t07_skipping_for_ever_is_no_training(tmp_path):
+    "T07: `--on_nan skip` is for accidents; twenty in a row end the run"
+    trainer = make_trainer(tmp_path, train_batch_size=4, max_steps=60, num_train_epochs=0, on_nan="skip")
+    plain = trainer.backward
+    trainer.backward = lambda loss: plain(loss * (1 if trainer.step in (3, 10) else math.inf))
+    with pytest.raises(FloatingPointError, match="step 31: 20 updates in a row"):
+        trainer.train()
+    assert trainer.skipped_steps == 29
+
+
+def test_who_is_asked_to_end_does_not_evaluate_first(tmp_path):
+    "a scheduler gives seconds, an evaluation may take minutes"
+    trainer = make_trainer(tmp_path, train_batch_size=4, eval_steps=1, save_steps=0)
+    plain = trainer.backward
+    trainer.backward = lambda loss: (plain(loss), trainer.stop() if trainer.step == 2 else None)
+    trainer.train()
+    assert [event["step"] for event in trainer.events if event["event"] == "eval"] == [1, 2, 3] and trainer.step == 4
+    assert trainer.events[-1]["event"] == "end" and (tmp_path / "checkpoint-4.pth").exists()
+
+
 def test_a_new_trainer_draws_no_random_number_and_sets_no_seed(tmp_path):
     model = make_model()
     before = torch.get_rng_state()
