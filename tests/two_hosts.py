@@ -8,6 +8,7 @@ from pathlib import Path
 
 from minigpt.collectives import RANK_VARIABLES, launch_env
 
+os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])  # where `ip` lies, often outside a user's path
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = [f"minigpt-{os.getpid()}-{n}" for n in range(2)]
 ADDRESSES = ["10.77.0.1", "10.77.0.2"]
