@@ -368,7 +368,7 @@ def weights(
 def stop_on_signals(
     trainer,  # anything with `stop(signum)` and `stopped_by`
 ):
-    "Within: Ctrl-C or SIGTERM lets the trainer finish its step, save and end; a second one raises"
+    "Within: Ctrl-C, SIGTERM or a closed terminal lets the trainer finish its step, save and end; a second one raises"
 
     def handle(signum, frame):
         if trainer.stopped_by:

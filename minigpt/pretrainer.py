@@ -14,6 +14,7 @@ __all__ = ['SIZES', 'STRATEGIES', 'CHOICES', 'GROUPS', 'OPTIONS', 'ALIASES', 'EL
 # %% ../nbs/11_launch.ipynb #imports
 import argparse
 import difflib
+import errno
 import inspect
 import json
 import math
@@ -527,6 +528,10 @@ def sole_use(
             lock.acquire(blocking=False)
     except Timeout:
         raise ValueError(f"--output_dir {folder}: another run is writing there; wait for it, or give another folder") from None
+    except (NotImplementedError, OSError) as error:
+        if getattr(error, "errno", None) not in (None, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        tell(f"note: the file system of {folder} has no locks: take care that no other run writes there")
     return lock
 
 # %% ../nbs/11_launch.ipynb #plan

@@ -659,3 +659,19 @@ def test_a_renamed_pair_is_still_verified(tmp_path):
     assert damage(tmp_path / "best.pth") is None and "another step's" in damage(tmp_path / "checkpoint-9.pth")
     flip(tmp_path / "best.pth")
     assert "altered" in damage(tmp_path / "best.pth") and keeper.newest()[0] == tmp_path / "checkpoint-2.pth"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="POSIX signals")
+@pytest.mark.parametrize("ignored, steps", [(False, 4), (True, 10)])
+def test_a_closed_terminal_ends_a_run_unless_nohup_is_there(ignored, steps, tmp_path):
+    trainer = make_trainer(tmp_path, train_batch_size=4)  # 10 steps
+    plain = trainer.backward
+    trainer.backward = lambda loss: (plain(loss), signal.raise_signal(signal.SIGHUP) if trainer.step == 2 else None)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with checkpoint.stop_on_signals(trainer):
+            trainer.train()
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert trainer.step == steps and trainer.stopping != ignored and (tmp_path / f"checkpoint-{steps}.pth").exists()

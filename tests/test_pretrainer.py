@@ -1,4 +1,5 @@
 "The command line, its launches and the run folder; real launches cost seconds of imports, so they are few and shared"
+import errno
 import gc
 import json
 import os
@@ -541,6 +542,16 @@ def test_a_folder_in_use_is_refused(texts, tmp_path, capsys):
     assert "another run is writing there" in capsys.readouterr().err
     lock.release()
     assert cli("--dataset_path", texts, *SMALL, "--max_steps", 2, "--output_dir", tmp_path) == 0
+
+
+@pytest.mark.parametrize("error", [NotImplementedError(), OSError(errno.ENOLCK, "No locks available")])
+def test_a_file_system_without_locks_is_told_and_trained_on(error, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pretrainer.FileLock, "acquire", mock.Mock(side_effect=error))
+    pretrainer.sole_use(tmp_path)
+    assert "has no locks" in capsys.readouterr().out
+    monkeypatch.setattr(pretrainer.FileLock, "acquire", mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(PermissionError):
+        pretrainer.sole_use(tmp_path)
 
 
 def test_a_mistake_frees_the_folder(stand_ins, tmp_path):
