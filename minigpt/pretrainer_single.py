@@ -621,7 +621,7 @@ def facts(self):
     window = self.train_set[0][1].numel()
     return dict(
         total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch, world_size=self.world_size,
-        device=self.device.type, dtype=self.choices.dtype, n_params=sum(p.numel() for p in self.unwrap_model().parameters()),
+        device=self.device.type, dtype=self.choices.dtype, choices=asdict(self.choices), n_params=sum(p.numel() for p in self.unwrap_model().parameters()),
         train_windows=len(self.train_set), eval_windows=len(self.eval_set or []), global_batch=global_batch,
         tokens_per_step=global_batch * window, dropped_per_epoch=len(self.train_set) % (self.args.train_batch_size * self.world_size),
         train_args=asdict(self.args), **self.about,
