@@ -7,10 +7,11 @@ __all__ = ['MAX_LAYERS', 'PACKED', 'KINDS', 'MAX_LINE', 'DOCUMENT_CHARS', 'CORPO
            'DISCOUNT', 'TOKENS_PER_PARAMETER', 'REPEATS', 'MAX_OPEN', 'ROUNDS', 'MAX_SHUFFLED', 'MAX_LANES',
            'find_files', 'ReadReport', 'read_documents', 'Corpus', 'read_corpus', 'corpora', 'default_corpus',
            'dtype_for', 'pieces', 'sidecar_path', 'tokenizer_path', 'prepare_dataset', 'load_sidecar', 'as_batch',
-           'WindowDataset', 'PretrainBinaryDataset', 'data_dir', 'prepare_corpus', 'sample_documents', 'prepare_files',
-           'eval_runs', 'WindowSubset', 'split_dataset', 'token_pairs', 'unigram_probs', 'unigram_entropy',
-           'bigram_probs', 'bigram_entropy', 'baselines', 'effective_tokens', 'model_size_for', 'prepare_shards',
-           'find_shards', 'open_dataset', 'ShardError', 'ShardedDataset', 'permuted', 'windows_at', 'window_order']
+           'WindowDataset', 'PretrainBinaryDataset', 'find_shards', 'data_dir', 'prepare_corpus', 'sample_documents',
+           'prepare_files', 'eval_runs', 'WindowSubset', 'split_dataset', 'token_pairs', 'unigram_probs',
+           'unigram_entropy', 'bigram_probs', 'bigram_entropy', 'baselines', 'effective_tokens', 'model_size_for',
+           'prepare_shards', 'ShardError', 'OpenShards', 'ShardedDataset', 'open_dataset', 'permuted', 'windows_at',
+           'window_order']
 
 # %% ../nbs/02_pretrain_dataset.ipynb #imports
 import ast
@@ -494,6 +495,10 @@ def _write_tokens(
             break
     return dict(counts, sha256=digest.hexdigest())
 
+
+def _bar(report: ReadReport, progress: bool) -> tqdm:
+    return tqdm(total=report.total_bytes or None, unit="B", unit_scale=True, desc="encoding", disable=not progress)
+
 # %% ../nbs/02_pretrain_dataset.ipynb #paths-beside
 def sidecar_path(bin_path: Path) -> Path:
     "X.json of X.bin"
@@ -506,10 +511,6 @@ def tokenizer_path(bin_path: Path) -> Path:
 
 # %% ../nbs/02_pretrain_dataset.ipynb #prepare-dataset
 FORMAT, VERSION = "minigpt-tokens", 1
-
-
-def _bar(report: ReadReport, progress: bool) -> tqdm:
-    return tqdm(total=report.total_bytes or None, unit="B", unit_scale=True, desc="encoding", disable=not progress)
 
 
 def prepare_dataset(
@@ -597,6 +598,12 @@ def _check_ids(tokens: np.ndarray, vocab_size: int, path: Path, chunk: int = 1 <
             position = start + int(np.argmax(part >= vocab_size))
             raise ValueError(f"{path}: id {tokens[position]} at position {position}, but vocab_size is {vocab_size}: prepare it anew")
 
+
+def _check_length(path: Path, count: int, context_length: int):
+    if not 1 <= context_length < count:
+        need = max(1, context_length) + 1
+        raise ValueError(f"{path}: {count} tokens; context_length={context_length} must be positive and needs at least {need}")
+
 # %% ../nbs/02_pretrain_dataset.ipynb #window-view
 def _window_view(tokens: np.ndarray, context_length: int) -> np.ndarray:
     "Row i is the window that starts at token i * T: neighbours share one token, and no byte is copied"
@@ -635,12 +642,6 @@ class WindowDataset(Dataset):
         return partial(window_order, len(self)) if self.in_parts or len(self) > MAX_SHUFFLED else None
 
 # %% ../nbs/02_pretrain_dataset.ipynb #dataset
-def _check_length(path: Path, count: int, context_length: int):
-    if not 1 <= context_length < count:
-        need = max(1, context_length) + 1
-        raise ValueError(f"{path}: {count} tokens; context_length={context_length} must be positive and needs at least {need}")
-
-
 class PretrainBinaryDataset(WindowDataset):
     "Windows of context_length + 1 tokens, stride context_length, read straight from a token file"
 
@@ -671,6 +672,20 @@ class PretrainBinaryDataset(WindowDataset):
         facts = [self.meta[key] for key in ("dtype", "count", "tokenizer_hash", "sha256")]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
+# %% ../nbs/02_pretrain_dataset.ipynb #find-shards
+def find_shards(
+    paths: list,  # .bin files, globs of them, and folders in which they lie
+) -> list[Path]:  # in the order given, folders and globs by name, none twice; empty where paths mean texts
+    "The token files that paths mean"
+    found = []
+    for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
+        path = Path(path).expanduser()
+        if path.is_dir():
+            found += sorted(file for file in path.glob("*.bin") if not file.name.startswith("."))
+        elif path.suffix == ".bin":
+            found += _files_of(path) or [path]  # one that is missing is told of when it is opened
+    return list({file.resolve(): file for file in found}.values())
+
 # %% ../nbs/02_pretrain_dataset.ipynb #data-dir
 def data_dir() -> Path:
     "Where prepared data is kept: MINIGPT_DATA, or data/ of the checkout, or a cache folder where there is no checkout"
@@ -683,7 +698,7 @@ def data_dir() -> Path:
 def _folder(folder: str | Path | None) -> Path:
     return Path(folder) if folder else data_dir()
 
-
+# %% ../nbs/02_pretrain_dataset.ipynb #is-ready
 def _is_ready(path: Path, names: list[str]) -> bool:
     "Is this data, a token file or a folder of them, complete, and made from sources of these names?"
     try:
@@ -694,7 +709,7 @@ def _is_ready(path: Path, names: list[str]) -> bool:
         return False
     return bool(words) and [source["name"] for source in metas[0]["sources"]] == names and words.hash == metas[0]["tokenizer_hash"]
 
-# %% ../nbs/02_pretrain_dataset.ipynb #prepare-corpus
+
 def _prepare(documents: Iterable[str], path: Path, tokenizer: Tokenizer, shard_tokens: int, *more):
     "Into one token file, or into a folder of shards"
     if shard_tokens:
@@ -702,7 +717,7 @@ def _prepare(documents: Iterable[str], path: Path, tokenizer: Tokenizer, shard_t
     else:
         prepare_dataset(documents, path, tokenizer, *more)
 
-
+# %% ../nbs/02_pretrain_dataset.ipynb #prepare-corpus
 def prepare_corpus(
     name: str,  # one of CORPORA
     vocab_size: int,  # V, asked of the tokenizer
@@ -916,72 +931,93 @@ def model_size_for(
     advice = f"{n_tokens:,} tokens feed about {one:,} parameters in one epoch, {four:,} in four; many more only memorise"
     return dict(tokens=n_tokens, one_epoch=one, four_epochs=four, advice=advice)
 
+# %% ../nbs/02_pretrain_dataset.ipynb #write-shards
+def _write_shards(documents: Iterable[str], folder: Path, tokenizer: Tokenizer, shard_tokens: int, bar: tqdm, report: ReadReport) -> dict:
+    "Encode documents into shard-00000.bin and so on; what was counted in each. An error takes them all away"
+    made, batches = {}, _batches(documents, min(1 << 20, shard_tokens))
+    try:
+        for batch in batches:
+            path = folder / f"shard-{len(made):05}.bin"
+            with part_file(path) as file:
+                made[path] = _write_tokens(file, chain([batch], batches), tokenizer, bar, report, shard_tokens)
+        if made and not made[path]["count"]:  # nothing but blank documents were left for the last
+            path.unlink()
+            del made[path]
+        if not made:
+            raise ValueError(f"no text for {folder}: only blank documents, {report.skipped} bad lines skipped")
+    except BaseException:
+        for path in made:
+            path.unlink(missing_ok=True)
+        raise
+    return made
+
 # %% ../nbs/02_pretrain_dataset.ipynb #prepare-shards
 def prepare_shards(
     documents: Iterable[str],
     folder: str | Path,  # of shard-00000.bin and so on, each with its sidecar; one tokenizer.json serves all
     tokenizer: Tokenizer,
-    shard_tokens: int,  # a file ends with the documents that reach this
+    shard_tokens: int,  # a file ends with the document that reaches this
     sources: Iterable[dict] = (),  # told in the first sidecar
     progress: bool = True,
     report: ReadReport | None = None,
 ):
     "Stream documents into a folder of token files; all sidecars come last, so half a folder is refused"
-    folder, report, made = Path(folder), report or ReadReport(), {}
+    folder, report = Path(folder), report or ReadReport()
     for old in folder.glob("shard-*.*"):
         old.unlink()
-    batches = _batches(documents, min(1 << 20, shard_tokens))
-    try:
-        with _bar(report, progress) as bar:
-            for batch in batches:
-                path = folder / f"shard-{len(made):05}.bin"
-                with part_file(path) as file:
-                    counts = _write_tokens(file, chain([batch], batches), tokenizer, bar, report, shard_tokens)
-                if counts["count"]:
-                    made[path] = counts
-                else:  # nothing but blank documents were left
-                    path.unlink()
-        if not made:
-            raise ValueError(f"no text for {folder}: only blank documents, {report.skipped} bad lines skipped")
-    except BaseException:
-        for path in made:
-            path.unlink()
-        raise
+    with _bar(report, progress) as bar:
+        made = _write_shards(documents, folder, tokenizer, shard_tokens, bar, report)
     tokenizer.save(folder / "tokenizer.json")
     for number, (path, counts) in enumerate(made.items()):
         _write_sidecar(path, tokenizer, "tokenizer.json", counts, [] if number else list(sources), ReadReport() if number else report)
 
-# %% ../nbs/02_pretrain_dataset.ipynb #find-shards
-def find_shards(
-    paths: list,  # .bin files, globs of them, and folders in which they lie
-) -> list[Path]:  # in the order given, folders and globs by name, none twice; empty where paths mean texts
-    "The token files that paths mean"
-    found = []
-    for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
-        path = Path(path).expanduser()
-        if path.is_dir():
-            found += sorted(file for file in path.glob("*.bin") if not file.name.startswith("."))
-        elif path.suffix == ".bin":
-            found += _files_of(path) or [path]  # one that is missing is told of when it is opened
-    return list({file.resolve(): file for file in found}.values())
-
-
-def open_dataset(
-    paths: list,  # as find_shards takes them
-    context_length: int,  # T, tokens
-) -> "PretrainBinaryDataset":
-    "One token file, or many as one data set"
-    files = find_shards(paths)
-    return PretrainBinaryDataset(files[0], context_length) if len(files) == 1 else ShardedDataset(paths, context_length)
-
-# %% ../nbs/02_pretrain_dataset.ipynb #sharded-dataset
-MAX_OPEN = 16  # files that a process holds open
-
-
+# %% ../nbs/02_pretrain_dataset.ipynb #read-shards
 class ShardError(OSError, ValueError):
     "A shard that turns out bad while it is read"
 
 
+def _read_shards(files: list[Path], context_length: int) -> tuple[dict, np.ndarray]:
+    "One sidecar for all, and edges: shard k holds the windows from edges[k] to edges[k + 1] - 1"
+    counts, digest, first = [], hashlib.sha256(), load_sidecar(files[0])
+    for file in files:
+        meta = load_sidecar(file)
+        for key in ("dtype", "vocab_size", "tokenizer_hash"):
+            if meta[key] != first[key]:
+                raise ValueError(f"{file}: {key} {meta[key]}, but {first[key]} in {files[0]}: prepare all with one tokenizer")
+        _check_length(file, meta["count"], context_length)
+        counts.append(meta["count"])
+        digest.update(meta["sha256"].encode())
+    edges = np.cumsum([0, *((count - 1) // context_length for count in counts)])
+    return first | dict(count=sum(counts), sha256=digest.hexdigest()), edges
+
+# %% ../nbs/02_pretrain_dataset.ipynb #open-few
+MAX_OPEN = 16  # files that a process holds open
+
+
+class OpenShards:
+    "The windows of each shard, by its number; the few that were read last are open"
+
+    def __init__(self, files: list[Path], edges: np.ndarray, dtype: str, context_length: int):
+        self.files, self.edges, self.dtype, self.context_length, self.opened = files, edges, dtype, context_length, {}
+
+    def __getitem__(self, shard: int) -> np.ndarray:
+        windows = self.opened.pop(shard) if shard in self.opened else self.open(shard)
+        while len(self.opened) >= MAX_OPEN:
+            del self.opened[next(iter(self.opened))]  # unread for longest
+        self.opened[shard] = windows  # the newest last
+        return windows
+
+    def open(self, shard: int) -> np.ndarray:
+        path = self.files[shard]
+        try:
+            windows = _window_view(np.memmap(path, dtype=self.dtype, mode="r").view(np.ndarray), self.context_length)
+        except (OSError, ValueError) as error:
+            raise ShardError(f"{path}: can't be opened any more: {error}") from None
+        if len(windows) != self.edges[shard + 1] - self.edges[shard]:
+            raise ShardError(f"{path}: its size has changed since training began: prepare it anew")
+        return windows
+
+# %% ../nbs/02_pretrain_dataset.ipynb #sharded-dataset
 class ShardedDataset(PretrainBinaryDataset):
     "The windows of many token files, in the order of their names; none crosses a file's end"
     in_parts = True
@@ -991,65 +1027,44 @@ class ShardedDataset(PretrainBinaryDataset):
         paths: list,  # as find_shards takes them
         context_length: int,  # T, tokens
     ):
-        self.paths, self.context_length, self.files, self.opened = paths, context_length, find_shards(paths), {}
+        self.paths, self.context_length, self.files = paths, context_length, find_shards(paths)
         if not self.files:
-            raise ValueError(f"{paths}: no .bin files there; prepare_shards, or --shard_tokens, writes such a folder")
-        counts, digest, first = [], hashlib.sha256(), load_sidecar(self.files[0])
-        for file in self.files:
-            meta = load_sidecar(file)
-            for key in ("dtype", "vocab_size", "tokenizer_hash"):
-                if meta[key] != first[key]:
-                    raise ValueError(f"{file}: {key} {meta[key]}, but {first[key]} in {self.files[0]}: prepare all with one tokenizer")
-            _check_length(file, meta["count"], context_length)
-            counts.append(meta["count"])
-            digest.update(meta["sha256"].encode())
-        self.meta = first | dict(count=sum(counts), sha256=digest.hexdigest())
-        self.path, self.vocab_size = self.files[0].parent, first["vocab_size"]
-        self.tokenizer_file = self.path / first["tokenizer"]
-        self.ends = np.cumsum([(count - 1) // context_length for count in counts])  # windows up to the end of each file
+            raise ValueError(f"{paths}: no .bin files there; --shard_tokens, or prepare_shards, writes such a folder")
+        self.meta, self.edges = _read_shards(self.files, context_length)
+        self.shards = OpenShards(self.files, self.edges, self.meta["dtype"], context_length)
+        self.path, self.vocab_size = self.files[0].parent, self.meta["vocab_size"]
+        self.tokenizer_file = self.path / self.meta["tokenizer"]
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return int(self.edges[-1])
 
     def __reduce__(self):
         return type(self), (self.paths, self.context_length)
 
-    def first_of(self, shard: int) -> int:
-        "The number of a file's first window"
-        return int(self.ends[shard - 1]) if shard else 0
-
-    def windows_of(self, shard: int) -> np.ndarray:
-        "The windows of one file, which is opened if it isn't; of those open the one unread for longest is closed"
-        windows = self.opened.pop(shard, None)
-        if windows is None:
-            if len(self.opened) >= MAX_OPEN:
-                del self.opened[next(iter(self.opened))]
-            windows = self.open_shard(shard)
-        self.opened[shard] = windows
-        return windows
-
-    def open_shard(self, shard: int) -> np.ndarray:
-        path = self.files[shard]
-        try:
-            windows = _window_view(np.memmap(path, dtype=self.meta["dtype"], mode="r").view(np.ndarray), self.context_length)
-        except (OSError, ValueError) as error:
-            raise ShardError(f"{path}: can't be opened any more: {error}") from None
-        if len(windows) != self.ends[shard] - self.first_of(shard):
-            raise ShardError(f"{path}: its size has changed since training began: prepare it anew")
-        return windows
+    def shard_of(self, numbers: np.ndarray) -> np.ndarray:
+        "The shard that each window lies in"
+        return np.searchsorted(self.edges, numbers, side="right") - 1
 
     def gather(self, numbers: np.ndarray) -> np.ndarray:
         flat = np.atleast_1d(numbers)
-        shards = np.searchsorted(self.ends, flat, side="right")
-        rows = np.empty((len(flat), self.context_length + 1), self.meta["dtype"])
+        shards, rows = self.shard_of(flat), np.empty((len(flat), self.context_length + 1), self.meta["dtype"])
         for shard in np.unique(shards).tolist():
             ours = shards == shard
-            rows[ours] = self.windows_of(shard)[flat[ours] - self.first_of(shard)]
+            rows[ours] = self.shards[shard][flat[ours] - self.edges[shard]]
         if (wrong := np.argwhere(rows >= self.vocab_size)).size:
-            row, column = wrong[0]
-            path, position = self.files[shards[row]], (flat[row] - self.first_of(shards[row])) * self.context_length + column
-            raise ShardError(f"{path}: id {rows[row, column]} at position {position}, but vocab_size is {self.vocab_size}: prepare it anew")
+            (row, column), shard = wrong[0], shards[wrong[0][0]]
+            place = f"id {rows[row, column]} at position {(flat[row] - self.edges[shard]) * self.context_length + column}"
+            raise ShardError(f"{self.files[shard]}: {place}, but vocab_size is {self.vocab_size}: prepare it anew")
         return rows.reshape(*np.shape(numbers), self.context_length + 1)
+
+# %% ../nbs/02_pretrain_dataset.ipynb #open-dataset
+def open_dataset(
+    paths: list,  # as find_shards takes them
+    context_length: int,  # T, tokens
+) -> PretrainBinaryDataset:
+    "One token file, or many as one data set"
+    files = find_shards(paths)
+    return PretrainBinaryDataset(files[0], context_length) if len(files) == 1 else ShardedDataset(paths, context_length)
 
 # %% ../nbs/02_pretrain_dataset.ipynb #permuted
 ROUNDS = 6
@@ -1067,23 +1082,30 @@ def permuted(
     while len(todo):
         y = x[todo]
         for factor, shift in keys[..., todo]:
-            y = (y * (factor | 1) + shift) % 2**bits  # an odd factor has an inverse modulo 2**bits
+            y = (y * (factor | 1) + shift) % 2**bits
             y ^= y >> (bits + 1) // 2
         x[todo] = y
-        todo = todo[y >= n[todo]]  # outside: once more, and it comes back in at a place of its own
+        todo = todo[y >= n[todo]]  # outside: once more, until it comes back in, at a place of its own
     return x.astype(np.int64)
 
-# %% ../nbs/02_pretrain_dataset.ipynb #window-order
-MAX_SHUFFLED = 1 << 24  # windows; up to so many of one file may be shuffled as a list
+# %% ../nbs/02_pretrain_dataset.ipynb #lanes
+MAX_SHUFFLED = 1 << 24  # windows; so many of one file may be shuffled as a list
 MAX_LANES = 1024
 
 
 @lru_cache(maxsize=2)
 def _keys(seed: int, epoch: int, lanes: int) -> np.ndarray:
-    "One key a lane, and one for the order of the lanes"
+    "A key for each lane, and one for the order of the lanes"
     return np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS * 2 * (lanes + 1), np.uint64).reshape(ROUNDS, 2, lanes + 1)
 
 
+def _lane_at(turn: np.ndarray, place: np.ndarray, lanes: int, key: np.ndarray) -> np.ndarray:
+    "The lane at each place of a turn: bits backwards, some of them flipped, others in each turn"
+    bits = lanes.bit_length() - 1
+    backwards = sum((place >> bit & 1) << (bits - 1 - bit) for bit in range(bits))
+    return backwards ^ permuted(turn % lanes, lanes, bits, key)
+
+# %% ../nbs/02_pretrain_dataset.ipynb #window-order
 def windows_at(
     places: np.ndarray,  # in the order of one epoch
     n: int,  # windows
@@ -1092,17 +1114,12 @@ def windows_at(
 ) -> np.ndarray:  # like places
     "The windows at some places: a turn takes one of each lane, and lanes are equal parts of the data"
     lanes = min(MAX_LANES, 1 << max(0, (n // 16).bit_length() - 1))
-    edges, keys, bits = np.arange(lanes + 1) * n // lanes, _keys(seed, epoch, lanes), lanes.bit_length() - 1
+    edges, keys = np.arange(lanes + 1) * n // lanes, _keys(seed, epoch, lanes)
     sizes, (turn, place) = np.diff(edges), np.divmod(places, lanes)
-
-    def lane_at(turn, place):
-        swapped = sum((place >> bit & 1) << (bits - 1 - bit) for bit in range(bits))  # bits from back to front: 0, 512, 256, 768 ...
-        return swapped ^ permuted(turn % lanes, lanes, bits, keys[..., -1:])
-
-    lane = lane_at(turn, place)
-    if (late := turn == n // lanes).any():  # lanes with one window more
-        every = lane_at(turn[late][0] + np.zeros(lanes, int), np.arange(lanes))
-        lane[late] = every[sizes[every] > n // lanes][place[late]]
+    lane = _lane_at(turn, place, lanes, keys[..., -1:])
+    if (last := turn == n // lanes).any():  # only some lanes have a window more
+        every = _lane_at(np.full(lanes, n // lanes), np.arange(lanes), lanes, keys[..., -1:])
+        lane[last] = every[sizes[every] > n // lanes][place[last]]
     return edges[lane] + permuted(turn, sizes[lane], (n // lanes).bit_length(), keys[..., lane])
 
 

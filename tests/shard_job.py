@@ -11,9 +11,9 @@ from minigpt.pretrainer_single import Trainer
 
 def note_shards(seen):
     "Let a rank note what it reads while it trains and evaluates; what it reads before that, the sampled baselines and a prompt, is left out"
-    read, train = data.ShardedDataset.windows_of, Trainer.train
+    read, train = data.OpenShards.__getitem__, Trainer.train
 
-    def windows_of(self, shard):
+    def reading(self, shard):
         seen.add(shard)
         return read(self, shard)
 
@@ -21,7 +21,7 @@ def note_shards(seen):
         seen.clear()
         train(self)
 
-    data.ShardedDataset.windows_of, Trainer.train = windows_of, noted
+    data.OpenShards.__getitem__, Trainer.train = reading, noted
 
 
 if __name__ == "__main__":

@@ -107,13 +107,13 @@ def test_few_files_are_open_however_many_there_are(many):
     maps = lambda: Path("/proc/self/maps").read_text().count(str(many))
     before, most = open_now(), 0
     ds = ShardedDataset(many, 8)
-    assert open_now() == before and maps() == 0 and not ds.opened
+    assert open_now() == before and maps() == 0 and not ds.shards.opened
     for numbers in np.random.default_rng(0).permutation(len(ds))[:1600].reshape(-1, 16):
         ds[numbers]
         most = max(most, open_now() - before)
         assert maps() <= data.MAX_OPEN
-    assert 0 < most <= data.MAX_OPEN + 1 and len(ds.opened) == data.MAX_OPEN
-    assert list(ds.opened)[-1] == np.searchsorted(ds.ends, numbers, side="right").max()  # the newest stands last
+    assert 0 < most <= data.MAX_OPEN + 1 and len(ds.shards.opened) == data.MAX_OPEN
+    assert list(ds.shards.opened)[-1] == ds.shard_of(numbers).max()  # the newest stands last
 
 
 def test_memory_of_an_open_folder_grows_by_little_per_shard(many):
@@ -375,7 +375,7 @@ def test_each_rank_reads_its_part_only(many, world):
         numbers = np.array(sum(list(order)[:-1], []))  # the last batch of an epoch may lack some lanes
         assert rank * n // world <= numbers.min() and numbers.max() < (rank + 1) * n // world
         parent = numbers + train_set.shifts[np.searchsorted(train_set.ends, numbers, side="right")]
-        read.append(set(np.searchsorted(ds.ends, parent, side="right").tolist()))
+        read.append(set(ds.shard_of(parent).tolist()))
     assert all(len(one & other) <= 1 for one, other in zip(read, read[1:]))  # one shard lies on the border
     assert all(len(shards) < 300 / world + 20 for shards in read) and sum(map(len, read)) > 280
 
@@ -497,7 +497,7 @@ def test_d20_a_bad_id_met_in_training_is_one_line(run, alone, tmp_path, capsys):
         (folder / path.name).write_bytes(path.read_bytes())
     out = ("--output_dir", tmp_path / "out", *SMALL, "--max_steps", 100, "--train_ratio", "1")
     ds = ShardedDataset(folder, 16)
-    shard = np.searchsorted(ds.ends, ds.order(123, 0, 16, 24)[-1], side="right")  # read in the third step
+    shard = ds.shard_of(ds.order(123, 0, 16, 24)[-1])  # read in the third step
     tokens = np.fromfile(ds.files[shard], "<u2")
     tokens[:] = 60_000
     tokens.tofile(ds.files[shard])
