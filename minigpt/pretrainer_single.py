@@ -475,11 +475,10 @@ def build_loaders(self, rank: int, world_size: int):
     # a generator of its own: else each epoch would draw from the one that dropout draws from
     loader = dict(collate_fn=collate, generator=torch.Generator(), pin_memory=self.device.type == "cuda")
     self.train_loader = DataLoader(self.train_set, batch_sampler=order, **loader)
-    n_eval = len(self.eval_set or [])
-    mine = range(rank, n_eval, world_size)
-    if own_order:  # neighbours lie in one file, so to one rank
-        mine = range(n_eval * rank // world_size, n_eval * (rank + 1) // world_size)
-    batches = [[*mine[i : i + args.train_batch_size]] for i in range(0, len(mine), args.train_batch_size)]
+    mine = list(range(rank, len(self.eval_set), world_size)) if self.eval_set else []
+    if self.eval_set and own_order:  # neighbours, which lie in one file, to one rank
+        mine = list(range(len(self.eval_set) * rank // world_size, len(self.eval_set) * (rank + 1) // world_size))
+    batches = [mine[i : i + args.train_batch_size] for i in range(0, len(mine), args.train_batch_size)]
     self.eval_loader = DataLoader(self.eval_set, batch_sampler=batches, **loader) if batches else []
     self.steps_per_epoch = math.ceil(len(order) / args.accumulate)
     by_default = math.ceil(DEFAULT_WINDOWS / (order.global_batch * args.accumulate))
