@@ -274,6 +274,17 @@ def test_half_a_folder_is_never_taken_for_a_whole_one(tmp_path, tokenizer, monke
     assert len(ShardedDataset(tmp_path / "b", 8))
 
 
+def test_files_prepared_one_by_one_make_a_folder(tmp_path, tokenizer):
+    "as machines do that prepare apart; another's tokenizer is noticed"
+    for number in range(3):
+        data.prepare_dataset(texts(9 + number), tmp_path / f"part-{number}.bin", tokenizer, progress=False)
+    ds = open_dataset(tmp_path, 8)
+    assert len(ds) == sum(len(PretrainBinaryDataset(path, 8)) for path in ds.files) and Tokenizer.load(ds.tokenizer_file).hash == tokenizer.hash
+    data.prepare_dataset(texts(9), tmp_path / "part-3.bin", train_tokenizer(["another text"] * 3, 290), progress=False)
+    with pytest.raises(ValueError, match="part-3.bin: .*prepare all with one tokenizer"):
+        open_dataset(tmp_path, 8)
+
+
 def test_prepare_files_finds_its_shards_again(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", *({"text": text} for text in texts(60)))
     folder = data.prepare_files([path], 290, tmp_path / "d", progress=False, shard_tokens=200)
