@@ -21,6 +21,7 @@ import hashlib
 import io
 import json
 import math
+import mmap
 import os
 import platform
 import random
@@ -1010,7 +1011,11 @@ class OpenShards:
     def open(self, shard: int) -> np.ndarray:
         path = self.files[shard]
         try:
-            windows = _window_view(np.memmap(path, dtype=self.dtype, mode="r").view(np.ndarray), self.context_length)
+            with open(path, "rb") as file:
+                tokens = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if hasattr(mmap, "MADV_RANDOM"):  # else the system reads ahead: up to megabytes for each window
+                tokens.madvise(mmap.MADV_RANDOM)
+            windows = _window_view(np.frombuffer(tokens, self.dtype), self.context_length)
         except (OSError, ValueError) as error:
             raise ShardError(f"{path}: can't be opened any more: {error}") from None
         if len(windows) != self.edges[shard + 1] - self.edges[shard]:

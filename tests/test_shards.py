@@ -146,6 +146,30 @@ def test_d29_shards_read_do_not_pile_up_in_memory(tmp_path):
     assert mb("RssAnon:") - before < 10 and mb("RssFile:") - mapped < data.MAX_OPEN + 4
 
 
+@pytest.mark.skipif(not Path("/proc/self/io").exists() or not hasattr(os, "posix_fadvise"), reason="reads /proc")
+def test_a_window_costs_its_own_pages_and_no_more(tmp_path):
+    "what the disk gives for windows of shards that no memory holds: without advice the system reads ahead, here 8 MB a window"
+    folder = shards(tmp_path / "s", [1_000] * 2)
+    path = token_file(folder / "part-0000.bin", np.zeros(20_000_000), vocab_size=65_536)
+
+    def from_disk():
+        return int(Path("/proc/self/io").read_text().split("\nread_bytes: ")[1].split()[0])
+
+    def forget():
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    ds = ShardedDataset(folder, 128)
+    forget()
+    before = from_disk()
+    ds[np.random.default_rng(0).integers(0, 150_000, 40)]
+    read = from_disk() - before
+    if not read:
+        pytest.skip("the folder of this test lies in memory")
+    assert read <= 40 * 2 * 4096 + 16_384
+
+
 # --- what is refused -----------------------------------------------------------------------------------------------------------
 
 
