@@ -964,7 +964,7 @@ def prepare_shards(
 ):
     "Stream documents into a folder of token files; all sidecars come last, so half a folder is refused"
     folder, report = Path(folder), report or ReadReport()
-    for old in folder.glob("shard-*.*"):
+    for old in folder.glob("shard-*.*"):  # of an earlier call: neither may vouch for the new, nor be mixed in
         old.unlink()
     with _bar(report, progress) as bar:
         made = _write_shards(documents, folder, tokenizer, shard_tokens, bar, report)
