@@ -95,7 +95,7 @@ class BatchOrder:
     def shuffled(self):
         "An order for data that bring none: all their window numbers, in a list"
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        numbers = torch.randperm(self.n, generator=generator)
+        numbers = torch.randperm(self.n, generator=generator, dtype=torch.int32 if self.n < 1 << 31 else torch.int64)
         return lambda seed, epoch, first, last: numbers[first:last]
 
 # %% ../nbs/04_pretrainer_single.ipynb #helpers
