@@ -313,13 +313,15 @@ def run_identity(
 ) -> dict:
     "What a run and its continuation must have in common: model, split, data and tokenizer"
     split = {name: facts["train_args"].get(name) for name in ("seed", "train_ratio")}
-    return {**(facts["config"] or {}), **split, **{name: facts[name] for name in ("data_fingerprint", "tokenizer_hash")}}
+    model = {name: value for name, value in (facts["config"] or {}).items() if name != "flash_attn"}  # a way to compute it, not another model
+    return {**model, **split, **{name: facts[name] for name in ("data_fingerprint", "tokenizer_hash")}}
 
 
 def free_settings(facts: dict) -> dict:
     "What may be another when a run goes on, but is told"
     silent = ("output_dir", "resume", "init_from", "max_steps", "num_train_epochs", "seed", "train_ratio")
     settings = {name: value for name, value in facts["train_args"].items() if name not in silent}
+    settings |= {"flash_attn": (facts["config"] or {}).get("flash_attn")}
     return settings | {"processes": facts["world_size"], "steps in all": facts["total_steps"]}
 
 

@@ -43,6 +43,7 @@ import minigpt.ddp as ddp
 import minigpt.pretrain_dataset as pretrain_dataset
 import minigpt.pretrainer_single as pretrainer_single
 import minigpt.runlog as runlog
+import minigpt.speed as speed
 import minigpt.tokenizer as tokenizer
 import minigpt.transformer as transformer
 
@@ -54,7 +55,7 @@ SIZES = {
 }
 
 STRATEGIES = {"single": pretrainer_single.unpatch, "ddp": ddp.patch_ddp}
-CHOICES = {"size": [*SIZES], "strategy": ["auto", *STRATEGIES], "on_bad": ["stop", "skip"]}
+CHOICES = {"size": [*SIZES], "strategy": ["auto", *STRATEGIES], "speed": ["auto", "off"], "on_bad": ["stop", "skip"]}
 
 # %% ../nbs/11_launch.ipynb #run-args
 @dataclass
@@ -67,6 +68,7 @@ class RunArgs:
     size: str = "S"  # the model's preset: S (4 layers, 128 wide), M (6, 384), L (12, 768); the model's own flags override it
     strategy: str = "auto"  # single, ddp, or auto: ddp under torchrun, else single
     device: str = "auto"  # auto, cpu, mps, cuda or cuda:N
+    speed: str = "auto"  # auto: measure, and pick what makes this device fast among the options left open; off: float32 on CPUs, nothing compiled
     prompt: str = ""  # start of the samples; none: a sentence of the evaluation text
     sample_tokens: int = 60  # tokens per sample; 0: no samples
 
@@ -384,7 +386,10 @@ def build_model(
     if asked != vocab_size:
         tell(f"note: the text yields a vocabulary of {vocab_size}, fewer than --vocab_size {asked}")
     torch.manual_seed(seed)
-    return transformer.MiniGPT(transformer.GPTConfig(**{**SIZES[run.size], **options, "vocab_size": vocab_size}))
+    fields = {**SIZES[run.size], **options, "vocab_size": vocab_size}
+    if run.speed == "auto":
+        fields.setdefault("flash_attn", speed.fused_attention(pretrainer_single.choose(run.device).device, fields["context_length"]))
+    return transformer.MiniGPT(transformer.GPTConfig(**fields))
 
 # %% ../nbs/11_launch.ipynb #choose-strategy
 STARTERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}  # none of them sets RANK
@@ -590,7 +595,8 @@ def start(
     try:
         trainer.setup()
         check_same_step(trainer)
-        for line in [asked, *plan(trainer.facts(), trainer.args, trainer.step)]:
+        hint = speed.pages_hint() if trainer.device.type == "cpu" else None
+        for line in [asked, *plan(trainer.facts(), trainer.args, trainer.step), *([hint] if hint else [])]:
             trainer.emit("note", text=line)
     except BaseException as error:
         leave(trainer)
@@ -623,7 +629,7 @@ def build_trainer(run: RunArgs, train: pretrainer_single.TrainArgs, options: dic
     data = str(where.relative_to(here) if where.is_relative_to(here) else where)
     about = dict(
         strategy=run.strategy, run_args=asdict(run), model_config=asdict(model.config), data=data,
-        data_fingerprint=dataset.fingerprint, tokenizer_hash=words.hash,
+        data_fingerprint=dataset.fingerprint, tokenizer_hash=words.hash, flops_per_token=speed.flops_per_token(model.config),
     )  # fmt: skip
     STRATEGIES[run.strategy](pretrainer_single.Trainer)
     keeper = checkpoint.Checkpointer(train.output_dir, train.keep_last)
@@ -631,7 +637,8 @@ def build_trainer(run: RunArgs, train: pretrainer_single.TrainArgs, options: dic
         train.resume = "auto"  # a restarted job goes on from what it saved before, however it was first begun
     if train.resume == "never" and keeper.complete():
         raise ValueError(f"--resume never: {train.output_dir} holds the checkpoints of another run; give another --output_dir")
-    trainer = pretrainer_single.Trainer(model, optimizer, train, device=run.device, checkpointer=keeper, about=about)
+    levers = speed.Speed() if run.speed == "auto" else None
+    trainer = pretrainer_single.Trainer(model, optimizer, train, device=run.device, checkpointer=keeper, about=about, speed=levers)
     trainer.set_dataset(train_set, eval_set)
     if env_int("RANK", 0) == 0 and len(eval_set):
         trainer.about |= pretrain_dataset.baselines(train_set, eval_set)
@@ -721,6 +728,8 @@ def known_trouble(
     if re.search("timed out|connectFullMesh failed|no route to host|network is unreachable", str(error), re.I):  # ours, or TCP's own
         return ("another process gave no answer within --timeout seconds: it hangs, or its machine is cut off; "
                 "`python -m minigpt.failure_lab check`, launched like this job, tests what lies between")
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return f"torch.compile failed: {str(error).strip().splitlines()[0]:.200}; --compile false trains without it"
     if collectives.BYSTANDER.search(str(error)):
         return "another process of this job ended, so this one can't go on; its own message tells why"
 

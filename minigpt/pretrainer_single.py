@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DEFAULT_WINDOWS', 'MAX_SKIPPED', 'COUNTERS', 'STRATEGY_SEAMS', 'token_loss', 'lr_at', 'build_optimizer', 'BatchOrder',
            'in_groups', 'collate', 'TrainArgs', 'check_args', 'Choices', 'choose', 'choose_dtype', 'log_line',
-           'print_event', 'rng_state', 'set_rng_state', 'patch_to', 'PlainCheckpoints', 'Trainer', 'peak_memory_mb',
-           'fitting', 'unpatch', 'patch_strategy']
+           'print_event', 'rng_state', 'set_rng_state', 'patch_to', 'PlainCheckpoints', 'Trainer', 'sliced_loss',
+           'micro_loss', 'recompute_blocks', 'peak_memory_mb', 'fitting', 'unpatch', 'patch_strategy']
 
 # %% ../nbs/04_pretrainer_single.ipynb #imports
 import itertools
@@ -16,13 +16,16 @@ import random
 import re
 import sys
 import time
+import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as recomputed
 from torch.utils.data import DataLoader, default_collate
 from tqdm import tqdm
 
@@ -120,8 +123,14 @@ class TrainArgs:
     save_steps: int = 200  # updates between checkpoints, of which the last is at the end; 0: only that one
     keep_last: int = 3  # newest checkpoints kept, besides the best; 0: all
     train_ratio: float = 0.97  # part of the windows that is trained on; the rest is evaluated
-    use_mixed_precision: bool | None = None  # 16-bit autocast; None: on GPUs only
+    use_mixed_precision: bool | None = None  # 16-bit autocast; None: on GPUs, and where --speed auto finds it faster
     dtype: str = "auto"  # auto, float32, bfloat16, float16
+    compile: bool | None = None  # torch.compile of forward, loss and backward; None: where --speed auto finds it worth its cost
+    loss_rows: int | None = None  # targets whose logits are held at once; 0: all of them; None: what --speed auto finds
+    tf32: bool | None = None  # float32 matrix products from 19-bit factors on GPUs; None: what --speed auto finds
+    recompute: bool = False  # activation checkpointing: keep what enters a block, compute its inside again in backward
+    threads: int = 0  # CPU threads of each process; 0: its share of the cores
+    workers: int = 0  # processes that load batches ahead; 0: the training process itself
     backend: str = "auto"  # auto, gloo, nccl
     timeout: float = 600.0  # seconds after which a collective that waits gives up
     seed: int = 123  # of data order, split, initial weights and dropout
@@ -141,8 +150,9 @@ def check_args(
     "Refuse what no run can mean: a ValueError of one line with option, value and cure"
     rules = [
         ("train_batch_size accumulate", lambda v: 1 <= v < 1 << 31, "give a whole number of 1 or more"),
-        ("num_train_epochs max_steps warmup_steps eval_steps log_every save_steps keep_last clip weight_decay",
-         lambda v: v >= 0, "can't be negative; 0 switches it off"),
+        ("num_train_epochs max_steps warmup_steps eval_steps log_every save_steps keep_last clip weight_decay threads workers loss_rows",
+         lambda v: v is None or v >= 0, "can't be negative; 0 switches it off"),
+        ("threads workers", lambda v: v <= 1024, "give a number that a machine has"),
         ("seed", lambda v: 0 <= v < 2**32, "give a number from 0 to 2**32 - 1"),
         ("timeout", lambda v: 1 <= v <= 1e6, "give seconds, 1 or more and at most a million"),
         ("backend", lambda v: v in ("auto", "gloo", "nccl"), "choose auto, gloo or nccl"),
@@ -162,11 +172,14 @@ def check_args(
 # %% ../nbs/04_pretrainer_single.ipynb #choices
 @dataclass(frozen=True)
 class Choices:
-    "What `auto` chose; stored with the run, so that a resumed run chooses nothing again"
+    "What was chosen or asked for; stored with the run, so that a resumed run chooses nothing again"
     device: str  # cpu, mps, cuda or cuda:N
     dtype: str  # float32, bfloat16 or float16: what autocast computes in
     backend: str  # gloo or nccl
     scaler: bool  # float16 needs its gradients scaled
+    compile: bool = False  # forward, loss and backward by torch.compile
+    loss_rows: int = 0  # targets whose logits are held at once; 0: all
+    tf32: bool = False  # float32 matrix products from 19-bit factors
 
 
 def choose(
@@ -219,10 +232,11 @@ def log_line(
     if kind in ("train", "eval"):
         eval_loss = f"eval_loss: {event['eval_loss']:.4f}, " if event.get("eval_loss") is not None else ""
         memory = f", memory: {event['memory_mb']:.0f}MB" if event.get("memory_mb") else ""
+        mfu = f", mfu: {event['mfu']:.3f}" if event.get("mfu") else ""
         return (
             f"{time_} lr={event['lr']:.5f}, train_loss: {event['train_loss']:.4f}, {eval_loss}grad_norm={event['grad_norm']:.5f}, "
             f"steps: {event['step']}/{event['total_steps']}, tokens: {event['tokens'] / 1e6:.2f}M, "
-            f"tokens/s: {event['tokens_per_s']:.0f}{memory}"
+            f"tokens/s: {event['tokens_per_s']:.0f}{mfu}{memory}"
         )
     text = {
         "start": "start: {n_params} parameters, {world_size} x {device}, {dtype}, {total_steps} steps of {tokens_per_step} tokens",
@@ -322,12 +336,16 @@ class Trainer:
         log=print_event,  # callable that takes each event, a dict; called on rank 0
         checkpointer=None,  # saves and loads; default: PlainCheckpoints in train_args.output_dir
         about: dict | None = None,  # what log and checkpoint say of the run: config, data_fingerprint, baselines
+        speed=None,  # measures this machine and picks the levers left open (chapter 07); None: what was not asked for stays off
     ):
-        self.model, self.optimizer, self.args, self.log = model, optimizer, train_args, log
-        self.choices = choose(device, train_args.dtype, train_args.backend, train_args.use_mixed_precision)
+        model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: its prefix would enter the checkpoint
+        self.model, self.optimizer, self.args, self.log, self.speed = model, optimizer, train_args, log, speed
+        choices = choose(device, train_args.dtype, train_args.backend, train_args.use_mixed_precision)
+        self.choices = replace(choices, compile=bool(train_args.compile), loss_rows=train_args.loss_rows or 0, tf32=bool(train_args.tf32))
         self.device = torch.device(self.choices.device)
         self.checkpointer = checkpointer or PlainCheckpoints(train_args.output_dir)
         self.about = about or {}
+        self.peak_flops = None  # of one process, where `speed` knows it
         self.step = self.epoch = self.position = self.samples_seen = self.tokens_seen = self.skipped_steps = 0
         self.seed, self.rank = train_args.seed, 0
         self.is_ready = self.is_main_process = self.stopping = False
@@ -467,7 +485,7 @@ def build_loaders(self, rank: int, world_size: int):
         )
     # a generator of its own: else each epoch would draw from the one that dropout draws from
     loader = dict(collate_fn=collate, generator=torch.Generator(), pin_memory=self.device.type == "cuda")
-    self.train_loader = DataLoader(self.train_set, batch_sampler=order, **loader)
+    self.train_loader = DataLoader(self.train_set, batch_sampler=order, num_workers=args.workers, **loader)
     mine = list(range(rank, len(self.eval_set), world_size)) if self.eval_set else []
     batches = [mine[i : i + args.train_batch_size] for i in range(0, len(mine), args.train_batch_size)]
     self.eval_loader = DataLoader(self.eval_set, batch_sampler=batches, **loader) if batches else []
@@ -495,6 +513,8 @@ def setup(self):
         notes += self.load_checkpoint(self.resume_from)  # refuses another run's before the log is touched
     elif self.args.init_from:
         notes += self.load_weights(self.args.init_from)
+    notes += self.pick_levers()
+    self.apply_levers()
     self.emit("start", **self.facts())
     if self.resume_from:
         self.emit("resume", from_path=str(self.resume_from))
@@ -502,6 +522,86 @@ def setup(self):
         self.emit("note", text=text)
     self.clock, self.tokens_at_clock = time.perf_counter(), self.tokens_seen
     self.is_ready = True
+
+# %% ../nbs/04_pretrainer_single.ipynb #micro-loss
+def sliced_loss(
+    hidden: torch.Tensor,  # (B, T, C): what the head would read
+    weight: torch.Tensor,  # (V, C): of the head
+    targets: torch.Tensor,  # (B, T) token ids; -100 marks a token that does not count
+    rows: int,  # targets whose logits are held at once
+) -> tuple[torch.Tensor, torch.Tensor]:  # as token_loss
+    "token_loss without (B, T, V) logits: slice by slice, each computed again in backward"
+    slice_loss = lambda h, w, y: token_loss(F.linear(h, w), y)[0]
+    slices = zip(hidden.flatten(0, 1).split(rows), targets.flatten().split(rows))
+    return sum(recomputed(slice_loss, h, weight, y, use_reentrant=False) for h, y in slices), (targets != -100).sum()
+
+
+def micro_loss(
+    model: torch.nn.Module,  # (B, T) ids to (B, T, V) logits; for slices also as MiniGPT takes `fused_loss`
+    x: torch.Tensor,  # (B, T) token ids
+    y: torch.Tensor,  # (B, T) targets
+    rows: int = 0,  # targets whose logits are held at once; 0: all
+) -> tuple[torch.Tensor, torch.Tensor]:  # as token_loss
+    "Loss of one micro-batch: what torch.compile gets to see as a whole"
+    return model(x, y, fused_loss=partial(sliced_loss, rows=rows)) if rows else token_loss(model(x), y)
+
+# %% ../nbs/04_pretrainer_single.ipynb #pick-levers
+@patch_to(Trainer)
+def pick_levers(self) -> list[str]:
+    "Measure, and on a fresh run pick the levers that the user left open; the same on all ranks; returns what to tell"
+    if not self.speed:
+        return []
+    measured = self.speed.measure(self.device)
+    mean = (self.reduce_sum(torch.tensor([*measured.values()], device=self.device)) / self.world_size).tolist()
+    measured = dict(zip(measured, mean))
+    picked, notes = ({}, []) if self.resume_from else self.speed.pick(self.facts(), measured)
+    notes += self.take_levers(picked)
+    self.peak_flops = self.speed.peak_flops(self.device, self.choices.dtype, measured)
+    return notes
+
+
+@patch_to(Trainer)
+def take_levers(self, wanted: dict) -> list[str]:
+    "Set the levers that the user left open to what `speed` or a checkpoint says, as far as this device can; returns what to tell"
+    args, notes = self.args, []
+    is_open = dict(dtype=args.dtype == "auto" and args.use_mixed_precision is None, compile=args.compile is None,
+                   loss_rows=args.loss_rows is None, tf32=args.tf32 is None)  # fmt: skip
+    wanted = {name: wanted[name] for name in is_open if is_open[name] and name in wanted}
+    try:
+        choose_dtype(self.device.type, wanted.get("dtype", "auto"))
+    except ValueError:
+        notes = [f"dtype {wanted['dtype']} before, {self.choices.dtype} now: this {self.device.type} device has no {wanted.pop('dtype')}"]
+    if wanted.get("dtype", self.choices.dtype) != self.choices.dtype:
+        wanted["scaler"] = wanted["dtype"] == "float16"
+        self.set_grad_scaler(wanted["scaler"])
+    self.choices = replace(self.choices, **wanted)
+    return notes
+
+# %% ../nbs/04_pretrainer_single.ipynb #apply-levers
+@patch_to(Trainer)
+def apply_levers(self):
+    "Put the levers of this run into effect"
+    if self.device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if self.choices.tf32 else "highest")
+    if self.args.threads:
+        torch.set_num_threads(self.args.threads)
+    if self.args.recompute:
+        recompute_blocks(self.unwrap_model())
+    self.micro_loss = micro_loss
+    if self.choices.compile:
+        warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")  # pos_cis: one small copy a step
+        self.micro_loss = torch.compile(micro_loss, dynamic=False)
+
+
+def recompute_blocks(
+    model: torch.nn.Module,  # its blocks are the members of its ModuleLists
+):
+    "Activation checkpointing (arXiv:1604.06174): each block keeps its input alone and is computed again in backward"
+    blocks = [block for layers in model.modules() if isinstance(layers, torch.nn.ModuleList) for block in layers]
+    if not blocks:
+        raise ValueError("--recompute: this model keeps its blocks in no ModuleList, so there is nothing to recompute by")
+    for block in blocks:
+        block.forward = partial(recomputed, type(block).forward.__get__(block), use_reentrant=False)
 
 # %% ../nbs/04_pretrainer_single.ipynb #checkpoint-to-resume
 @patch_to(Trainer)
@@ -608,7 +708,7 @@ def train_step(self, group):
     for i, (x, y) in enumerate(group):
         with self.sync_context(last=i == len(group) - 1):
             with self.autocast():
-                loss, tokens = token_loss(self.model(x), y)
+                loss, tokens = self.micro_loss(self.model, x, y, self.choices.loss_rows)
             # strategies average gradients over ranks: times world size, the average is the sum we want
             self.backward(loss * self.world_size / count)
         seen += torch.stack([loss.detach(), tokens])
@@ -717,13 +817,21 @@ def record(self, kind: str, lr: float, elapsed: float, **extra):
     train_loss = loss / tokens if tokens else math.nan  # none: every update since was left out
     if tokens:
         self.check_finite("mean training loss", train_loss)
+    speed = (self.tokens_seen - self.tokens_at_clock) / elapsed
     self.emit(
         kind, total_steps=self.total_steps, epoch=self.epoch, lr=lr, train_loss=train_loss, **extra,
         grad_norm=self.grad_norm.item(), tokens=self.tokens_seen, samples_seen=self.samples_seen,
-        tokens_per_s=(self.tokens_seen - self.tokens_at_clock) / elapsed, memory_mb=peak_memory_mb(self.device),
+        tokens_per_s=speed, mfu=self.mfu(speed), memory_mb=peak_memory_mb(self.device),
     )  # fmt: skip
     self.loss_acc = self.zeros(2)
     self.clock, self.tokens_at_clock = time.perf_counter(), self.tokens_seen
+
+# %% ../nbs/04_pretrainer_single.ipynb #mfu
+@patch_to(Trainer)
+def mfu(self, tokens_per_s: float) -> float | None:
+    "Model FLOP utilisation (arXiv:2204.02311): the share of its peak that the hardware spends on the model's own arithmetic"
+    per_token = self.about.get("flops_per_token")
+    return tokens_per_s * per_token / (self.peak_flops * self.world_size) if per_token and self.peak_flops else None
 
 # %% ../nbs/04_pretrainer_single.ipynb #peak-memory
 def peak_memory_mb(device: torch.device) -> float | None:
@@ -790,7 +898,7 @@ COUNTERS = ("step", "epoch", "position", "samples_seen", "tokens_seen", "skipped
 def load_checkpoint(self, path) -> list[str]:
     "Go on from a checkpoint: weights, optimizer, scaler, random state and place in the data; returns what to tell"
     state, notes = self.checkpointer.take_up(path, self.described())  # refuses another run's
-    notes += self.reuse_choices(state["choices"])
+    notes += self.take_levers(state["choices"])
     with fitting(path):
         self.load_state(state)
         self.scaler.load_state_dict(state["scaler_state"])
@@ -815,24 +923,10 @@ def fitting(path):
 def load_weights(self, path) -> list[str]:
     "A new run from another's weights; returns what to tell"
     weights = self.checkpointer.weights(path, self.described())
+    weights = {re.sub(r"^((module|_orig_mod)\.)+", "", name): value for name, value in weights.items()}  # what DDP and torch.compile prefix
     with fitting(path):
         self.unwrap_model().load_state_dict(weights)
     return [f"weights from {path}; optimizer, schedule and data begin anew"]
-
-
-@patch_to(Trainer)
-def reuse_choices(self, then: dict) -> list[str]:
-    "What `auto` chose for a run is not chosen again, as far as this device can do it; returns what to tell"
-    asked = self.args.dtype != "auto" or self.args.use_mixed_precision is not None
-    if asked or then.get("dtype") in (None, self.choices.dtype):
-        return []
-    try:
-        dtype = choose_dtype(self.device.type, then["dtype"])
-    except ValueError:
-        return [f"dtype {then['dtype']} before, {self.choices.dtype} now: this {self.device.type} device has no {then['dtype']}"]
-    self.choices = replace(self.choices, dtype=dtype, scaler=dtype == "float16")
-    self.set_grad_scaler(self.choices.scaler)
-    return []
 
 # %% ../nbs/04_pretrainer_single.ipynb #predict
 @patch_to(Trainer)

@@ -44,7 +44,7 @@ def _plain(value):
         return str(value)
 
 # %% ../nbs/05_runlog.ipynb #from-json
-_NUMBERS = ("step", "lr", "train_loss", "eval_loss", "grad_norm", "tokens", "tokens_per_s", "memory_mb", "minutes", "rank")
+_NUMBERS = ("step", "lr", "train_loss", "eval_loss", "grad_norm", "tokens", "tokens_per_s", "mfu", "memory_mb", "minutes", "rank")
 
 
 def from_json(
@@ -304,7 +304,7 @@ def sessions(
 # %% ../nbs/05_runlog.ipynb #repeats
 def _content(event):
     "What two ranks that print the same line agree in"
-    ignore = {"time", "tokens_per_s", "memory_mb", "minutes"} | ({"rank"} if event["event"] != "note" else set())
+    ignore = {"time", "tokens_per_s", "mfu", "memory_mb", "minutes"} | ({"rank"} if event["event"] != "note" else set())
     return to_json({k: v for k, v in event.items() if k not in ignore})
 
 

@@ -319,11 +319,14 @@ class MiniGPT(KeepsPosCis, Generates):
         self.register_pos_cis(config.head_dim, config.context_length, config.rope_theta)
         init_weights(self, config.n_layers)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """(B, T) ids -> (B, T, V) logits; with targets (-100: not counted) also their mean loss."""
+    def forward(self, idx: Tensor, targets: Tensor | None = None, fused_loss: Callable | None = None):
+        """(B, T) ids -> (B, T, V) logits; with targets (-100: not counted) also their mean loss, or what fused_loss(hidden, head weight, targets) makes of them."""
         check_length(idx, self.config.context_length)
         x = self.drop(self.embed(idx))  # (B, T, C)
         for block in self.blocks:
             x = block(x, self.pos_cis[:idx.shape[1]])
-        logits = self.head(self.norm(x))
+        hidden = self.norm(x)
+        if fused_loss:  # for losses that never hold all logits (chapter 07)
+            return fused_loss(hidden, self.head.weight, targets)
+        logits = self.head(hidden)
         return logits if targets is None else (logits, next_token_loss(logits, targets))
