@@ -17,7 +17,7 @@ from . import goals, machine, report
 from .work import BATCH, Work
 
 COMMANDS = {  # name -> module
-    "train": "training",
+    "train": "training", "data": "preparing", "tokenize": "tokenizing", "checkpoint": "saving", "start": "starting",
 }
 RESULTS = Path(__file__).parent / "results"
 
@@ -65,7 +65,7 @@ def work_of(options) -> Work:
 def measured(command: str, work: Work, options) -> dict:
     "One command's whole result"
     found = import_module(f".{COMMANDS[command]}", __package__).run(work, options.only)
-    result = dict(command=command, size=work.size, quick=work.quick, date=time.strftime("%Y-%m-%d %H:%M"), **found)
+    result = dict(command=command, size=work.size, quick=work.quick, date=time.strftime("%Y-%m-%d %H:%M"), limits={}, not_installed={}, notes=[]) | found
     result["goals"] = goals.judged(command, work.size, found["figures"])
     return result | dict(work=work.described(), machine=machine.described())
 

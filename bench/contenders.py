@@ -1,6 +1,6 @@
 """The registry of trainers that are compared: name, settings, and how to build one that does a step when asked."""
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minigpt.pretrainer_single import TrainArgs, Trainer, build_optimizer
+from minigpt.speed import fused_attention
 from minigpt.transformer import MiniGPT
 
+from .measure import timed
 from .plain import DROP_RATE, PlainGPT
 from .work import CLIP, LEARNING_RATE, SEED, WEIGHT_DECAY, Work
 
@@ -22,7 +24,7 @@ class Contender:
     name: str
     build: Callable  # Work -> something with `model`, `step()`, `loss()` and `close()`
     settings: dict  # what the report says of it
-    packages: tuple[str, ...] = ()  # that must be installed; none: ours
+    packages: tuple[str, ...]  # that must be installed; none: ours
 
     @property
     def missing(self) -> list[str]:
@@ -58,6 +60,7 @@ class Runner:
     "A model that trains a step at a time, from the same seed, on the same batches as all others"
 
     forward = staticmethod(lambda model, x: model(x))  # (B, T) ids -> (B, T, V) logits
+    tf32 = False
 
     def __init__(self, work: Work, model: nn.Module, dtype: str = "float32"):
         self.work, self.model, self.dtype, self.done = work, model.to(work.device).train(), getattr(torch, dtype), 0
@@ -65,6 +68,12 @@ class Runner:
     def autocast(self):
         "The number type that matrix products are done in"
         return torch.autocast(self.work.device, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    def turn(self, steps: int) -> float:
+        "Seconds of one of some steps"
+        if self.work.device == "cuda":  # one setting for the whole process, and each contender has its own
+            torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+        return timed(self.step, steps, self.work.device)
 
     def step(self):
         "One update"
@@ -110,6 +119,7 @@ class OurTrainer(Runner):
     def __init__(self, work: Work, trainer_class=Trainer, flash_attn=False, **levers):
         torch.manual_seed(SEED)
         super().__init__(work, MiniGPT(replace(work.config, flash_attn=flash_attn)), levers.get("dtype", "float32"))
+        self.tf32 = levers.get("tf32", False)
         args = TrainArgs(train_batch_size=work.batch, learning_rate=LEARNING_RATE, clip=CLIP, seed=SEED, resume="never", max_steps=1, **levers)
         optimizer = build_optimizer(self.model, LEARNING_RATE, WEIGHT_DECAY)
         self.trainer = trainer_class(self.model, optimizer, args, device=work.device, log=lambda event: None)
@@ -132,27 +142,43 @@ def plain(work):
     return PlainLoop(work, PlainGPT(work.config), fused=False)
 
 
+def all_levers(work: Work) -> dict:
+    "What `--speed auto` pulls in a long run on this device, and compiled whatever the length of the run"
+    gpu = dict(tf32=True) if work.device == "cuda" else {}
+    return gpu | dict(dtype="bfloat16", compile=True, flash_attn=fused_attention(work.device, work.config.context_length))
+
+
 def ours(name: str, **levers):
     "A contender of ours: chapter 04's trainer with some levers pulled"
-    settings = dict(dtype="float32", dropout=0.0, optimizer="AdamW, fused") | levers
+
+    settings = OURS | levers | (dict(attention="sdpa") if "flash_attn" in levers else {})
 
     @contender(name, **settings)
-    def build(work, trainer_class=Trainer):
-        return OurTrainer(work, trainer_class, **levers)
+    def build(work):
+        return OurTrainer(work, **levers)
 
 
-LEVERS = {"bf16": dict(dtype="bfloat16"), "flash_attn": dict(flash_attn=True)}
+OURS = dict(dtype="float32", attention="by hand", dropout=0.0, optimizer="AdamW, fused")
 ours(CHAPTER_04)
-for lever, levers in LEVERS.items():
-    ours(f"{CHAPTER_04} + {lever}", **levers)
-ours(ALL_LEVERS, dtype="bfloat16")
+ours(f"{CHAPTER_04} + bf16", dtype="bfloat16")
+ours(f"{CHAPTER_04} + compile", compile=True)
+ours(f"{CHAPTER_04} + fused attention", flash_attn=True)
+ours(f"{CHAPTER_04} + TF32", tf32=True)
+ours(f"{CHAPTER_04} + loss in slices", loss_rows=1024)
+ours(f"{CHAPTER_04} + recompute", recompute=True)
 
 
-def chosen(only: list[str] = ()) -> tuple[dict[str, Contender], dict[str, list[str]]]:
-    "The contenders that can run here, and the packages that the others lack; `only`: words of which a name must hold one"
+@contender(ALL_LEVERS, **OURS | dict(dtype="bfloat16", compiled=True, attention="by hand up to 1024 tokens on a CPU, else sdpa"))
+def every_lever(work):
+    return OurTrainer(work, **all_levers(work))
+
+
+def chosen(work: Work, only: list[str] = ()) -> tuple[dict[str, Contender], dict[str, list[str]]]:
+    "The contenders that can run here, and the packages that others lack; `only`: words of which a name must hold one"
     from . import peers  # noqa: F401  their entries
 
     wanted = {name: entry for name, entry in REGISTRY.items() if not only or name == PLAIN or any(word in name for word in only)}
     if len(wanted) < 2:
         raise ValueError(f"--only {' '.join(only)}: no contender of such a name; there are {', '.join(REGISTRY)}")
-    return {n: e for n, e in wanted.items() if not e.missing}, {n: e.missing for n, e in wanted.items() if e.missing}
+    able = {name: entry for name, entry in wanted.items() if work.device == "cuda" or not entry.settings.get("tf32")}
+    return {n: e for n, e in able.items() if not e.missing}, {n: e.missing for n, e in able.items() if e.missing}

@@ -50,6 +50,7 @@ def judged(
         if goal.command != command or target is None:
             continue
         reached = figures.get(goal.figure)
-        met = None if reached is None else reached["value"] >= target if goal.at_least else reached["value"] <= target
+        value = reached["value"] if isinstance(reached, dict) else reached
+        met = None if value is None else value >= target if goal.at_least else value <= target
         rows.append(dict(figure=goal.figure, what=goal.what, target=target, at_least=goal.at_least, unit=goal.unit, reached=reached, met=met))
     return rows

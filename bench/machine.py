@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from minigpt.speed import PEAK_FLOPS, call_times, matmul_flops
 from minigpt.transformer import GPTConfig
 
-from .measure import timed
 
 PAGES = dict(GLIBC_TUNABLES="glibc.malloc.hugetlb=1", MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_="8000000000")  # as `run` sets them
 PACKAGES = ("torch", "numpy", "tiktoken", "tokenizers", "transformers", "accelerate", "litgpt", "lightning")
@@ -54,23 +54,21 @@ def described() -> dict:
 # ---- what it can do
 
 
-def best(function, device: str, seconds: float = 0.15) -> float:
-    "Seconds of the fastest of as many calls as fit into a while: a limit is what is reached undisturbed"
-    first = timed(function, 2, device)
-    return min(timed(function, 1, device) for _ in range(max(5, int(seconds / first))))
+def best(function, device: str) -> float:
+    "Seconds of the fastest of some calls: a limit is what is reached undisturbed"
+    return min(call_times(function, torch.device(device)))
 
 
 def product_seconds(batch: int, m: int, k: int, n: int, dtype: torch.dtype, device: str) -> float:
     "Seconds of `batch` matrix products (m, k) x (k, n)"
-    a, b = torch.randn(batch, m, k, dtype=dtype, device=device), torch.randn(batch, k, n, dtype=dtype, device=device)
+    a, b = torch.randn(batch, m, k, device=device).to(dtype), torch.randn(batch, k, n, device=device).to(dtype)
     a, b = (a[0], b[0]) if batch == 1 else (a, b)
     return best(lambda: a @ b, device)
 
 
 def peak(dtype: torch.dtype, device: str) -> float:
-    "FLOP/s of large square matrix products, the best of two sizes"
-    sizes = (1024, 2048) if device == "cpu" else (8192, 16384)
-    return max(2 * n**3 / product_seconds(1, n, n, n, dtype, device) for n in sizes)
+    "FLOP/s of large square matrix products, the better of two sizes"
+    return max(matmul_flops(torch.device(device), dtype, n) for n in ((1024, 2048) if device == "cpu" else (8192, 16384)))
 
 
 def bandwidth(device: str) -> float:
@@ -100,17 +98,16 @@ def product_share(config: GPTConfig, batch: int, dtype: torch.dtype, device: str
     return sum(times * product_seconds(*shape, dtype, device) for times, shape in products(config, batch))
 
 
-def flops_per_token(
-    parameters: int,  # N, the tied matrix once
-    config: GPTConfig,
-) -> int:
-    "6 N + 12 L T C: forward and backward of the weights, and of attention over the whole context (arXiv:2204.02311, appendix B)"
-    return 6 * parameters + 12 * config.n_layers * config.context_length * config.emb_dim
-
-
 def limits(work) -> dict:
     "What this device can do at most, and what that means for a step"
     device, types = work.device, dict(bf16=torch.bfloat16, fp32=torch.float32)
     found = {f"{name}_flops": peak(dtype, device) for name, dtype in types.items()}
-    found |= {f"{name}_products_s": product_share(work.config, work.batch, dtype, device) for name, dtype in types.items()}
-    return found | dict(memory_bytes_per_s=bandwidth(device))
+    found |= {f"{name}_products_seconds": product_share(work.config, work.batch, dtype, device) for name, dtype in types.items()}
+    if device == "cuda":
+        found["data_sheet_flops"] = next((flops for card, flops in PEAK_FLOPS.items() if card in torch.cuda.get_device_name()), None)
+    return found | dict(memory_rate=bandwidth(device))
+
+
+def better(one: dict, other: dict) -> dict:
+    "The tighter of two measurements of the same limits: what disturbs a measurement only ever makes it worse"
+    return {name: one[name] and (min if name.endswith("_seconds") else max)(one[name], other[name]) for name in one}

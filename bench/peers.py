@@ -16,8 +16,8 @@ class Stopped(BaseException):
 class HostedLoop(Runner):
     "A loop that belongs to a package: it runs in a thread of its own and waits in its callback until the next step is asked for"
 
-    def __init__(self, work: Work, model: torch.nn.Module, dtype: str):
-        super().__init__(work, model, dtype)
+    def __init__(self, *args):
+        super().__init__(*args)
         self.asked, self.answered = threading.Semaphore(0), threading.Semaphore(0)
         self.closing, self.error = False, None
         threading.Thread(target=self.host, daemon=True).start()

@@ -8,7 +8,6 @@ from dataclasses import asdict
 import torch
 
 from .contenders import REGISTRY
-from .measure import timed
 from .work import Work
 
 
@@ -54,11 +53,10 @@ def serve(name: str, work: Work, warm_up: int):
     os.dup2(2, 1)  # whatever libraries print goes elsewhere
     torch.set_num_threads(work.threads)
     runner = REGISTRY[name].build(work)
-    for _ in range(warm_up):
-        runner.step()
+    runner.turn(warm_up)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(timed(runner.step, int(line), work.device)), file=answers, flush=True)
+        print(json.dumps(runner.turn(int(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

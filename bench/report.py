@@ -43,10 +43,10 @@ def grid(headings: list[str], rows: list[list[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def table(title: str, base: str, rows: list[dict]) -> str:
+def table(title: str, rows: list[dict], base: str = "", label: str = "") -> str:
     "One table of contenders, with its title"
     names = dict.fromkeys(name for row in rows for name in row if name not in IN_JSON_ONLY)
-    headings = dict(HEADINGS, ratio=f"speed over {base}")
+    headings = dict(HEADINGS, ratio=label or f"speed over {base}")
     return f"## {title}\n\n" + grid([headings.get(n, n.replace("_", " ")) for n in names], [[number(row.get(n)) for n in names] for row in rows])
 
 
@@ -80,7 +80,8 @@ def markdown(result: dict) -> str:
         parts.append("## Not installed\n\n" + "".join(lines))
     if result["notes"]:
         parts.append("## Notes\n\n" + "".join(f"- {note}\n" for note in result["notes"]))
-    parts += [facts("Limits of this machine", result["limits"]), facts("Work", result["work"]), facts("Machine", result["machine"])]
+    parts += [facts("Limits of this machine", result["limits"])] if result["limits"] else []
+    parts += [facts("Work", result["work"]), facts("Machine", result["machine"])]
     return "\n".join(part for part in parts if part)
 
 
@@ -109,5 +110,5 @@ def bars(axes, each: dict):
     axes.axvline(1, color="black", linewidth=0.8)
     for place, row in enumerate(rows):
         loss = f", loss {row['loss']:.2f}" if row.get("loss") is not None else ""
-        axes.text(row["ratio"]["high"], place, f"  {row['ratio']['value']:.2f}x{loss}", va="center", fontsize=8)
-    axes.set(title=each["title"], xlabel=f"speed over {each['base']}", xlim=(0, 1.3 * max(row["ratio"]["high"] for row in rows)))
+        axes.text(row["ratio"]["high"], place, f"  {number(row['ratio']['value'])}{loss}", va="center", fontsize=8)
+    axes.set(title=each["title"], xlabel=each.get("label") or f"speed over {each['base']}", xlim=(0, 1.3 * max(row["ratio"]["high"] for row in rows)))

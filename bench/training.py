@@ -1,13 +1,15 @@
 """`bench train`: one training step of all contenders, in one process, in turns; then memory pages, each setting in processes of its own."""
 import sys
 
+from minigpt.speed import flops_per_token
+
 from . import machine
 from .contenders import ALL_LEVERS, PLAIN, chosen
-from .measure import interleave, ratio, scaled, summary, timed
+from .measure import interleave, ratio, scaled, summary
 from .remote import Remote
 from .work import Work
 
-STEPS, ROUNDS, WARM_UP = 3, dict(full=15, quick=7), 4  # steps of a turn, turns, steps before the first
+STEPS, WARM_UP = 3, 4  # steps of a turn, steps before the first
 
 
 ABOUT = "all contenders in one process, in turns; ratios are medians over rounds with their 95 % interval"
@@ -17,17 +19,12 @@ NOTES = [
 ]
 
 
-def rounds(work: Work) -> int:
-    "Turns of each contender"
-    return ROUNDS["quick" if work.quick else "full"]
-
-
 def run(work: Work, only: list[str]) -> dict:
     "The table of contenders, the table of memory pages, and the figures that goals are judged by"
-    entries, missing = chosen(only)
-    limits = machine.limits(work)
-    runners = built(work, entries)
-    seconds = interleave({name: lambda r=r: timed(r.step, STEPS, work.device) for name, r in runners.items()}, rounds(work))
+    entries, missing = chosen(work, only)
+    before, runners = machine.limits(work), built(work, entries)
+    seconds = interleave({name: lambda r=r: r.turn(STEPS) for name, r in runners.items()}, work.rounds)
+    limits = machine.better(before, machine.limits(work))
     losses = {name: runner.loss() for name, runner in runners.items()}
     sizes = {name: sum(p.numel() for p in runner.model.parameters()) for name, runner in runners.items()}
     for runner in runners.values():
@@ -45,14 +42,14 @@ def built(work: Work, entries: dict) -> dict:
     for name, entry in entries.items():
         print(f"building {name}", file=sys.stderr, flush=True)
         runners[name] = entry.build(work)
-        for _ in range(WARM_UP):
-            runners[name].step()
+        runners[name].turn(WARM_UP)
     return runners
 
 
 def row(work: Work, entry, seconds: dict, parameters: int, loss: float, limits: dict) -> dict:
     "One contender's line"
-    step, flops = summary(seconds[entry.name]), machine.flops_per_token(parameters, work.config) * work.tokens
+    step = summary(seconds[entry.name])
+    flops = work.tokens * (flops_per_token(work.config) + 6 * (parameters - work.config.n_params()))  # 6 N + 12 L T C, N its own
     return dict(
         name=entry.name, ratio=ratio(seconds[PLAIN], seconds[entry.name]), step_ms=scaled(step, 1e3), tokens_per_s=work.tokens / step["value"],
         peak_share=100 * flops / step["value"] / limits["bf16_flops"], loss=loss, parameters=parameters, ours=not entry.packages, settings=entry.settings,
@@ -74,7 +71,7 @@ def figures(rows: list[dict], seconds: dict) -> dict:
 def ceiling(limits: dict, rows: list[dict]) -> dict:
     "How far over plain a step could come that did nothing but its matrix products, in 16 bits and at their own shapes"
     plain = next(row["step_ms"]["value"] for row in rows if row["name"] == PLAIN) / 1e3
-    return dict(ceiling_over_plain=plain / limits["bf16_products_s"])
+    return dict(ceiling_over_plain=plain / limits["bf16_products_seconds"])
 
 
 def pages_table(work: Work) -> dict:
@@ -84,7 +81,7 @@ def pages_table(work: Work) -> dict:
     try:
         for remote in remotes.values():
             remote.answer()  # ready
-        seconds = interleave({key: lambda r=r: r.turn(STEPS) for key, r in remotes.items()}, rounds(work))
+        seconds = interleave({key: lambda r=r: r.turn(STEPS) for key, r in remotes.items()}, work.rounds)
     finally:
         for remote in remotes.values():
             remote.close()

@@ -10,6 +10,7 @@ from minigpt.transformer import GPTConfig
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 1e-3, 0.1, 1.0, 123
 BATCH = {"cpu": dict(S=32, M=8, L=2), "cuda": dict(S=512, M=64, L=8)}  # windows per process and step
+ROUNDS = dict(full=15, quick=7)
 TEST_BATCHES = 4  # held out, for the loss beside each speed
 
 
@@ -20,7 +21,9 @@ class Work:
     quick: bool  # fewer rounds
     device: str  # cpu or cuda
     threads: int  # of one process
-    batch: int  # windows a step
+    batch: int  # windows a step, of one process
+    rank: int = 0  # which of the processes this is
+    world: int = 1  # processes
 
     @property
     def config(self) -> GPTConfig:
@@ -28,8 +31,13 @@ class Work:
         return GPTConfig(**SIZES[self.size])
 
     @property
+    def rounds(self) -> int:
+        "Turns of each contender"
+        return ROUNDS["quick" if self.quick else "full"]
+
+    @property
     def tokens(self) -> int:
-        "Of one step"
+        "Of one process's step"
         return self.batch * self.config.context_length
 
     @cached_property
@@ -42,9 +50,9 @@ class Work:
         return [tuple(t.to(self.device) for t in data[row]) for row in rows[:400]]
 
     def train_batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        "The batch of a step"
+        "The batch of a step, another one for each process"
         train = self.batches[TEST_BATCHES:]
-        return train[step % len(train)]
+        return train[(step * self.world + self.rank) % len(train)]
 
     @property
     def test_batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
