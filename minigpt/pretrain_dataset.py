@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['MAX_LAYERS', 'PACKED', 'KINDS', 'MAX_LINE', 'DOCUMENT_CHARS', 'CORPORA', 'CUT', 'FORMAT', 'VERSION', 'GOOD',
-           'DISCOUNT', 'TOKENS_PER_PARAMETER', 'REPEATS', 'find_files', 'ReadReport', 'read_documents', 'Corpus',
-           'read_corpus', 'corpora', 'default_corpus', 'dtype_for', 'pieces', 'sidecar_path', 'tokenizer_path',
-           'prepare_dataset', 'load_sidecar', 'as_batch', 'WindowDataset', 'PretrainBinaryDataset', 'data_dir',
-           'prepare_corpus', 'sample_documents', 'prepare_files', 'eval_runs', 'WindowSubset', 'split_dataset',
-           'token_pairs', 'unigram_probs', 'unigram_entropy', 'bigram_probs', 'bigram_entropy', 'baselines',
-           'effective_tokens', 'model_size_for']
+           'DISCOUNT', 'TOKENS_PER_PARAMETER', 'REPEATS', 'MAX_OPEN', 'ROUNDS', 'MAX_SHUFFLED', 'MAX_LANES',
+           'find_files', 'ReadReport', 'read_documents', 'Corpus', 'read_corpus', 'corpora', 'default_corpus',
+           'dtype_for', 'pieces', 'sidecar_path', 'tokenizer_path', 'prepare_dataset', 'load_sidecar', 'as_batch',
+           'WindowDataset', 'PretrainBinaryDataset', 'find_shards', 'data_dir', 'prepare_corpus', 'sample_documents',
+           'prepare_files', 'eval_runs', 'WindowSubset', 'split_dataset', 'token_pairs', 'unigram_probs',
+           'unigram_entropy', 'bigram_probs', 'bigram_entropy', 'baselines', 'effective_tokens', 'model_size_for',
+           'prepare_shards', 'ShardError', 'OpenShards', 'ShardedDataset', 'open_dataset', 'permuted', 'windows_at',
+           'window_order']
 
 # %% ../nbs/02_pretrain_dataset.ipynb #imports
 import ast
@@ -19,6 +21,7 @@ import hashlib
 import io
 import json
 import math
+import mmap
 import os
 import platform
 import random
@@ -29,7 +32,9 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import chain
 from pathlib import Path
 
 # %% ../nbs/02_pretrain_dataset.ipynb #imports-libraries
@@ -474,18 +479,26 @@ def _batches(documents: Iterable[str], chars: int = 1 << 20) -> Iterator[list[st
         yield batch
 
 # %% ../nbs/02_pretrain_dataset.ipynb #write-tokens
-def _write_tokens(file: io.BufferedWriter, documents: Iterable[str], tokenizer: Tokenizer, bar: tqdm, report: ReadReport) -> dict:
-    "Encode documents into an open file; what was counted on the way"
-    counts, digest = Counter(count=0, documents=0, bytes=0, blank=0), hashlib.sha256()
-    for batch in _batches(documents):
+def _write_tokens(
+    file: io.BufferedWriter, batches: Iterator[list[str]], tokenizer: Tokenizer, bar: tqdm, report: ReadReport, limit: float = math.inf
+) -> dict:
+    "Encode documents into an open file, until it has limit tokens; what was counted on the way"
+    counts, digest, before = Counter(count=0, documents=0, bytes=0, blank=0), hashlib.sha256(), bar.n
+    for batch in batches:
         full = [document for document in batch if document.strip()]
         tokens = _to_array(_encode_documents(full, tokenizer), tokenizer.vocab_size)
         file.write(tokens.data)
         digest.update(tokens.data)
         size = sum(len(document.encode()) for document in full)
         counts.update(count=len(tokens), documents=len(full), bytes=size, blank=len(batch) - len(full))
-        bar.update((report.done_bytes or counts["bytes"]) - bar.n)
+        bar.update((report.done_bytes or before + counts["bytes"]) - bar.n)
+        if counts["count"] >= limit:
+            break
     return dict(counts, sha256=digest.hexdigest())
+
+
+def _bar(report: ReadReport, progress: bool) -> tqdm:
+    return tqdm(total=report.total_bytes or None, unit="B", unit_scale=True, desc="encoding", disable=not progress)
 
 # %% ../nbs/02_pretrain_dataset.ipynb #paths-beside
 def sidecar_path(bin_path: Path) -> Path:
@@ -513,23 +526,22 @@ def prepare_dataset(
     bin_path, report = Path(bin_path), report or ReadReport()
     if bin_path.suffix != ".bin":
         raise ValueError(f"{bin_path}: the name of a token file ends in .bin")
-    bar = tqdm(total=report.total_bytes or None, unit="B", unit_scale=True, desc="encoding", disable=not progress)
-    with bar, part_file(bin_path) as file:
-        counts = _write_tokens(file, documents, tokenizer, bar, report)
+    with _bar(report, progress) as bar, part_file(bin_path) as file:
+        counts = _write_tokens(file, _batches(documents), tokenizer, bar, report)
         if not counts["count"]:
             raise ValueError(f"no text for {bin_path}: {counts['blank']} blank documents, {report.skipped} bad lines skipped")
         sidecar_path(bin_path).unlink(missing_ok=True)  # an older one must not vouch for the new file
     tokenizer.save(tokenizer_path(bin_path))
-    return _write_sidecar(bin_path, tokenizer, counts, list(sources), report)
+    return _write_sidecar(bin_path, tokenizer, tokenizer_path(bin_path).name, counts, list(sources), report)
 
 # %% ../nbs/02_pretrain_dataset.ipynb #write-sidecar
-def _write_sidecar(bin_path: Path, tokenizer: Tokenizer, counts: dict, sources: list[dict], report: ReadReport) -> dict:
-    "Write X.json, which says that X.bin is complete"
+def _write_sidecar(bin_path: Path, tokenizer: Tokenizer, name: str, counts: dict, sources: list[dict], report: ReadReport) -> dict:
+    "Write X.json, which says that X.bin is complete; `name` is the tokenizer's file"
     if report.skipped:
         print(f"skipped {report.skipped} bad lines, the first: {report.first_bad}")
     sidecar = dict(
         format=FORMAT, version=VERSION, dtype=dtype_for(tokenizer.vocab_size), vocab_size=tokenizer.vocab_size,
-        tokenizer_hash=tokenizer.hash, tokenizer=tokenizer_path(bin_path).name, **counts, skipped=report.skipped, sources=sources,
+        tokenizer_hash=tokenizer.hash, tokenizer=name, **counts, skipped=report.skipped, sources=sources,
     )
     with part_file(sidecar_path(bin_path)) as file:
         text = json.dumps(sidecar, indent=1, ensure_ascii=False)
@@ -587,6 +599,12 @@ def _check_ids(tokens: np.ndarray, vocab_size: int, path: Path, chunk: int = 1 <
             position = start + int(np.argmax(part >= vocab_size))
             raise ValueError(f"{path}: id {tokens[position]} at position {position}, but vocab_size is {vocab_size}: prepare it anew")
 
+
+def _check_length(path: Path, count: int, context_length: int):
+    if not 1 <= context_length < count:
+        need = max(1, context_length) + 1
+        raise ValueError(f"{path}: {count} tokens; context_length={context_length} must be positive and needs at least {need}")
+
 # %% ../nbs/02_pretrain_dataset.ipynb #window-view
 def _window_view(tokens: np.ndarray, context_length: int) -> np.ndarray:
     "Row i is the window that starts at token i * T: neighbours share one token, and no byte is copied"
@@ -605,6 +623,7 @@ def as_batch(
 # %% ../nbs/02_pretrain_dataset.ipynb #window-dataset
 class WindowDataset(Dataset):
     "Windows by number: one, a slice, a list or a tensor of numbers, all in one gather"
+    in_parts = False  # True where they lie in many files
 
     def __getitem__(self, index):
         if isinstance(index, slice):
@@ -618,6 +637,11 @@ class WindowDataset(Dataset):
         "A whole batch: DataLoader asks for it by this name"
         return self[indices]
 
+    @property
+    def order(self) -> Callable | None:
+        "None: any shuffle will do; else section 7's, a function of (seed, epoch, first, last)"
+        return partial(window_order, len(self)) if self.in_parts or len(self) > MAX_SHUFFLED else None
+
 # %% ../nbs/02_pretrain_dataset.ipynb #dataset
 class PretrainBinaryDataset(WindowDataset):
     "Windows of context_length + 1 tokens, stride context_length, read straight from a token file"
@@ -628,10 +652,8 @@ class PretrainBinaryDataset(WindowDataset):
         context_length: int,  # T, tokens
     ):
         self.path, self.context_length, self.meta = Path(path), context_length, load_sidecar(path)
-        self.vocab_size, count = self.meta["vocab_size"], self.meta["count"]
-        if not 1 <= context_length < count:
-            need = max(1, context_length) + 1
-            raise ValueError(f"{path}: {count} tokens; context_length={context_length} must be positive and needs at least {need}")
+        self.vocab_size, self.tokenizer_file = self.meta["vocab_size"], self.path.parent / self.meta["tokenizer"]
+        _check_length(self.path, self.meta["count"], context_length)
         self.tokens = np.memmap(path, dtype=self.meta["dtype"], mode="r").view(np.ndarray)
         _check_ids(self.tokens, self.vocab_size, self.path)
         self.windows = _window_view(self.tokens, context_length)  # (N, T + 1)
@@ -651,6 +673,20 @@ class PretrainBinaryDataset(WindowDataset):
         facts = [self.meta[key] for key in ("dtype", "count", "tokenizer_hash", "sha256")]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
+# %% ../nbs/02_pretrain_dataset.ipynb #find-shards
+def find_shards(
+    paths: list,  # .bin files, globs of them, and folders in which they lie
+) -> list[Path]:  # in the order given, folders and globs by name, none twice; empty where paths mean texts
+    "The token files that paths mean"
+    found = []
+    for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
+        path = Path(path).expanduser()
+        if path.is_dir():
+            found += sorted(file for file in path.glob("*.bin") if not file.name.startswith("."))
+        elif path.suffix == ".bin":
+            found += _files_of(path) or [path]  # one that is missing is told of when it is opened
+    return list({file.resolve(): file for file in found}.values())
+
 # %% ../nbs/02_pretrain_dataset.ipynb #data-dir
 def data_dir() -> Path:
     "Where prepared data is kept: MINIGPT_DATA, or data/ of the checkout, or a cache folder where there is no checkout"
@@ -663,15 +699,24 @@ def data_dir() -> Path:
 def _folder(folder: str | Path | None) -> Path:
     return Path(folder) if folder else data_dir()
 
-
-def _is_ready(bin_path: Path, names: list[str]) -> bool:
-    "Is this data complete, and made from sources of these names?"
+# %% ../nbs/02_pretrain_dataset.ipynb #is-ready
+def _is_ready(path: Path, names: list[str]) -> bool:
+    "Is this data, a token file or a folder of them, complete, and made from sources of these names?"
     try:
-        meta = load_sidecar(bin_path)
-        tokenizer = Tokenizer.load(tokenizer_path(bin_path))
+        files = find_shards(path)
+        metas = [load_sidecar(file) for file in files]
+        words = metas and Tokenizer.load(files[0].parent / metas[0]["tokenizer"])
     except (OSError, ValueError):
         return False
-    return [source["name"] for source in meta["sources"]] == names and tokenizer.hash == meta["tokenizer_hash"]
+    return bool(words) and [source["name"] for source in metas[0]["sources"]] == names and words.hash == metas[0]["tokenizer_hash"]
+
+
+def _prepare(documents: Iterable[str], path: Path, tokenizer: Tokenizer, shard_tokens: int, *more):
+    "Into one token file, or into a folder of shards"
+    if shard_tokens:
+        prepare_shards(documents, path, tokenizer, shard_tokens, *more)
+    else:
+        prepare_dataset(documents, path, tokenizer, *more)
 
 # %% ../nbs/02_pretrain_dataset.ipynb #prepare-corpus
 def prepare_corpus(
@@ -679,18 +724,19 @@ def prepare_corpus(
     vocab_size: int,  # V, asked of the tokenizer
     data_dir: str | Path | None = None,  # None: what data_dir() says
     progress: bool = True,
-) -> Path:  # NAME-V.bin
+    shard_tokens: int = 0,  # tokens per file, 0 for one file
+) -> Path:  # NAME-V.bin, or the folder NAME-V-SHARD_TOKENS
     "A corpus as tokens, with a tokenizer trained on it; made once, then found again"
-    corpus, bin_path = _corpus(name), _folder(data_dir) / f"{name}-{vocab_size}.bin"
+    corpus, path = _corpus(name), _folder(data_dir) / f"{name}-{vocab_size}{f'-{shard_tokens}' if shard_tokens else '.bin'}"
     source = f"{name} ({corpus.package or 'python==' + platform.python_version()}, recipe {corpus.recipe})"
-    if not _is_ready(bin_path, [source]):
+    if not _is_ready(path, [source]):
         documents = list(read_corpus(name))
         data = [(str(number), document.encode()) for number, document in enumerate(documents)]
         size, sha256 = sum(len(document) for _, document in data), corpus.sha256 or _hash_files(data)
         tokenizer = train_tokenizer(tqdm(documents, desc="reading for the tokenizer", disable=not progress), vocab_size)
         sources = [dict(name=source, bytes=size, sha256=sha256)]
-        prepare_dataset(documents, bin_path, tokenizer, sources, progress, ReadReport(total_bytes=size))
-    return bin_path
+        _prepare(documents, path, tokenizer, shard_tokens, sources, progress, ReadReport(total_bytes=size))
+    return path
 
 # %% ../nbs/02_pretrain_dataset.ipynb #file-sources
 def _file_source(path: Path) -> dict:
@@ -720,19 +766,21 @@ def prepare_files(
     on_bad: str = "stop",  # or "skip"
     encoding: str = "utf-8",
     progress: bool = True,
-) -> Path:  # files-HASH-V.bin: other files or other settings give another name
+    shard_tokens: int = 0,  # tokens per file, 0 for one file
+) -> Path:  # files-HASH-V.bin, or the folder files-HASH-V-SHARD_TOKENS: other files or other settings give another name
     "A user's files as tokens, with a tokenizer trained on them; made once, then found again"
     files, options = find_files(paths), dict(content_key=content_key, on_bad=on_bad, encoding=encoding)
     sources = [_file_source(file) for file in files]
     key = json.dumps([VERSION, [(_kind_of(file), source["sha256"]) for file, source in zip(files, sources)], options])
-    bin_path = _folder(data_dir) / f"files-{hashlib.sha256(key.encode()).hexdigest()[:8]}-{vocab_size}.bin"
-    if not _is_ready(bin_path, [source["name"] for source in sources]):
+    name = f"files-{hashlib.sha256(key.encode()).hexdigest()[:8]}-{vocab_size}"
+    path = _folder(data_dir) / f"{name}{f'-{shard_tokens}' if shard_tokens else '.bin'}"
+    if not _is_ready(path, [source["name"] for source in sources]):
         size = sum(source["bytes"] for source in sources)
         sample = sample_documents(read_documents(paths, **options), size)
         tokenizer = train_tokenizer(tqdm(sample, desc="reading for the tokenizer", unit=" documents", disable=not progress), vocab_size)
         report = ReadReport()
-        prepare_dataset(read_documents(paths, **options, report=report), bin_path, tokenizer, sources, progress, report)
-    return bin_path
+        _prepare(read_documents(paths, **options, report=report), path, tokenizer, shard_tokens, sources, progress, report)
+    return path
 
 # %% ../nbs/02_pretrain_dataset.ipynb #split-runs
 def eval_runs(
@@ -759,7 +807,7 @@ class WindowSubset(WindowDataset):
         parent: PretrainBinaryDataset,
         runs: list[tuple[int, int]],  # (first, last + 1), in order
     ):
-        self.parent, self.runs = parent, [run for run in runs if run[0] < run[1]]
+        self.parent, self.runs, self.in_parts = parent, [run for run in runs if run[0] < run[1]], parent.in_parts
         self.context_length, self.vocab_size, self.meta = parent.context_length, parent.vocab_size, parent.meta
         lengths = np.array([stop - start for start, stop in self.runs], dtype=np.int64)
         self.ends = np.cumsum(lengths)  # where each run ends in our numbering
@@ -883,3 +931,203 @@ def model_size_for(
     one, four = (round(effective_tokens(n_tokens, epochs) / TOKENS_PER_PARAMETER) for epochs in (1, 4))
     advice = f"{n_tokens:,} tokens feed about {one:,} parameters in one epoch, {four:,} in four; many more only memorise"
     return dict(tokens=n_tokens, one_epoch=one, four_epochs=four, advice=advice)
+
+# %% ../nbs/02_pretrain_dataset.ipynb #write-shards
+def _write_shards(documents: Iterable[str], folder: Path, tokenizer: Tokenizer, shard_tokens: int, bar: tqdm, report: ReadReport) -> dict:
+    "Encode documents into shard-00000.bin and so on; what was counted in each. An error takes them all away"
+    made, batches = {}, _batches(documents, min(1 << 20, shard_tokens))
+    try:
+        for batch in batches:
+            path = folder / f"shard-{len(made):05}.bin"
+            with part_file(path) as file:
+                made[path] = _write_tokens(file, chain([batch], batches), tokenizer, bar, report, shard_tokens)
+        if made and not made[path]["count"]:  # nothing but blank documents were left for the last
+            path.unlink()
+            del made[path]
+        if not made:
+            raise ValueError(f"no text for {folder}: only blank documents, {report.skipped} bad lines skipped")
+    except BaseException:
+        for path in made:
+            path.unlink(missing_ok=True)
+        raise
+    return made
+
+# %% ../nbs/02_pretrain_dataset.ipynb #prepare-shards
+def prepare_shards(
+    documents: Iterable[str],
+    folder: str | Path,  # of shard-00000.bin and so on, each with its sidecar; one tokenizer.json serves all
+    tokenizer: Tokenizer,
+    shard_tokens: int,  # a file ends with the document that reaches this
+    sources: Iterable[dict] = (),  # told in the first sidecar
+    progress: bool = True,
+    report: ReadReport | None = None,
+):
+    "Stream documents into a folder of token files; all sidecars come last, so half a folder is refused"
+    folder, report = Path(folder), report or ReadReport()
+    for old in folder.glob("shard-*.*"):  # of an earlier call: neither may vouch for the new, nor be mixed in
+        old.unlink()
+    with _bar(report, progress) as bar:
+        made = _write_shards(documents, folder, tokenizer, shard_tokens, bar, report)
+    tokenizer.save(folder / "tokenizer.json")
+    for number, (path, counts) in enumerate(made.items()):
+        _write_sidecar(path, tokenizer, "tokenizer.json", counts, [] if number else list(sources), ReadReport() if number else report)
+
+# %% ../nbs/02_pretrain_dataset.ipynb #read-shards
+class ShardError(OSError, ValueError):
+    "A shard that turns out bad while it is read"
+
+
+def _read_shards(files: list[Path], context_length: int) -> tuple[dict, np.ndarray]:
+    "One sidecar for all, and edges: shard k holds the windows from edges[k] to edges[k + 1] - 1"
+    counts, digest, first = [], hashlib.sha256(), load_sidecar(files[0])
+    for file in files:
+        meta = load_sidecar(file)
+        for key in ("dtype", "vocab_size", "tokenizer_hash"):
+            if meta[key] != first[key]:
+                raise ValueError(f"{file}: {key} {meta[key]}, but {first[key]} in {files[0]}: prepare all with one tokenizer")
+        _check_length(file, meta["count"], context_length)
+        counts.append(meta["count"])
+        digest.update(meta["sha256"].encode())
+    edges = np.cumsum([0, *((count - 1) // context_length for count in counts)])
+    return first | dict(count=sum(counts), sha256=digest.hexdigest()), edges
+
+# %% ../nbs/02_pretrain_dataset.ipynb #open-few
+MAX_OPEN = 16  # files that a process holds open
+
+
+class OpenShards:
+    "The windows of each shard, by its number; the few that were read last are open"
+
+    def __init__(self, files: list[Path], edges: np.ndarray, dtype: str, context_length: int):
+        self.files, self.edges, self.dtype, self.context_length, self.opened = files, edges, dtype, context_length, {}
+
+    def __getitem__(self, shard: int) -> np.ndarray:
+        windows = self.opened.pop(shard) if shard in self.opened else self.open(shard)
+        while len(self.opened) >= MAX_OPEN:
+            del self.opened[next(iter(self.opened))]  # unread for longest
+        self.opened[shard] = windows  # the newest last
+        return windows
+
+    def open(self, shard: int) -> np.ndarray:
+        path = self.files[shard]
+        try:
+            with open(path, "rb") as file:
+                tokens = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if hasattr(mmap, "MADV_RANDOM"):  # else the system reads ahead: up to megabytes for each window
+                tokens.madvise(mmap.MADV_RANDOM)
+            windows = _window_view(np.frombuffer(tokens, self.dtype), self.context_length)
+        except (OSError, ValueError) as error:
+            raise ShardError(f"{path}: can't be opened any more: {error}") from None
+        if len(windows) != self.edges[shard + 1] - self.edges[shard]:
+            raise ShardError(f"{path}: its size has changed since training began: prepare it anew")
+        return windows
+
+# %% ../nbs/02_pretrain_dataset.ipynb #sharded-dataset
+class ShardedDataset(PretrainBinaryDataset):
+    "The windows of many token files, in the order of their names; none crosses a file's end"
+    in_parts = True
+
+    def __init__(
+        self,
+        paths: list,  # as find_shards takes them
+        context_length: int,  # T, tokens
+    ):
+        self.paths, self.context_length, self.files = paths, context_length, find_shards(paths)
+        if not self.files:
+            raise ValueError(f"{paths}: no .bin files there; --shard_tokens, or prepare_shards, writes such a folder")
+        self.meta, self.edges = _read_shards(self.files, context_length)
+        self.shards = OpenShards(self.files, self.edges, self.meta["dtype"], context_length)
+        self.path, self.vocab_size = self.files[0].parent, self.meta["vocab_size"]
+        self.tokenizer_file = self.path / self.meta["tokenizer"]
+
+    def __len__(self) -> int:
+        return int(self.edges[-1])
+
+    def __reduce__(self):
+        return type(self), (self.paths, self.context_length)
+
+    def shard_of(self, numbers: np.ndarray) -> np.ndarray:
+        "The shard that each window lies in"
+        return np.searchsorted(self.edges, numbers, side="right") - 1
+
+    def gather(self, numbers: np.ndarray) -> np.ndarray:
+        flat = np.atleast_1d(numbers)
+        shards, rows = self.shard_of(flat), np.empty((len(flat), self.context_length + 1), self.meta["dtype"])
+        for shard in np.unique(shards).tolist():
+            ours = shards == shard
+            rows[ours] = self.shards[shard][flat[ours] - self.edges[shard]]
+        if (wrong := np.argwhere(rows >= self.vocab_size)).size:
+            (row, column), shard = wrong[0], shards[wrong[0][0]]
+            place = f"id {rows[row, column]} at position {(flat[row] - self.edges[shard]) * self.context_length + column}"
+            raise ShardError(f"{self.files[shard]}: {place}, but vocab_size is {self.vocab_size}: prepare it anew")
+        return rows.reshape(*np.shape(numbers), self.context_length + 1)
+
+# %% ../nbs/02_pretrain_dataset.ipynb #open-dataset
+def open_dataset(
+    paths: list,  # as find_shards takes them
+    context_length: int,  # T, tokens
+) -> PretrainBinaryDataset:
+    "One token file, or many as one data set"
+    files = find_shards(paths)
+    return PretrainBinaryDataset(files[0], context_length) if len(files) == 1 else ShardedDataset(paths, context_length)
+
+# %% ../nbs/02_pretrain_dataset.ipynb #permuted
+ROUNDS = 6
+
+
+def permuted(
+    x: np.ndarray,  # numbers below n
+    n: np.ndarray | int,  # how many are permuted, at most 2**bits
+    bits: int,
+    keys: np.ndarray,  # (ROUNDS, 2, 1 or as many as x) random uint64: which permutation
+) -> np.ndarray:  # like x: where each number goes
+    "A permutation of 0 to n - 1 by arithmetic: each step can be undone, so no two numbers meet"
+    x, n = x.astype(np.uint64), np.broadcast_to(n, x.shape)
+    keys, todo = np.broadcast_to(keys, (*keys.shape[:2], len(x))), np.arange(len(x))
+    while len(todo):
+        y = x[todo]
+        for factor, shift in keys[..., todo]:
+            y = (y * (factor | 1) + shift) % 2**bits
+            y ^= y >> (bits + 1) // 2
+        x[todo] = y
+        todo = todo[y >= n[todo]]  # outside: once more, until it comes back in, at a place of its own
+    return x.astype(np.int64)
+
+# %% ../nbs/02_pretrain_dataset.ipynb #lanes
+MAX_SHUFFLED = 1 << 24  # windows; so many of one file may be shuffled as a list
+MAX_LANES = 1024
+
+
+@lru_cache(maxsize=2)
+def _keys(seed: int, epoch: int, lanes: int) -> np.ndarray:
+    "A key for each lane, and one for the order of the lanes"
+    return np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS * 2 * (lanes + 1), np.uint64).reshape(ROUNDS, 2, lanes + 1)
+
+
+def _lane_at(turn: np.ndarray, place: np.ndarray, lanes: int, key: np.ndarray) -> np.ndarray:
+    "The lane at each place of a turn: bits backwards, some of them flipped, others in each turn"
+    bits = lanes.bit_length() - 1
+    backwards = sum((place >> bit & 1) << (bits - 1 - bit) for bit in range(bits))
+    return backwards ^ permuted(turn % lanes, lanes, bits, key)
+
+# %% ../nbs/02_pretrain_dataset.ipynb #window-order
+def windows_at(
+    places: np.ndarray,  # in the order of one epoch
+    n: int,  # windows
+    seed: int,
+    epoch: int,
+) -> np.ndarray:  # like places
+    "The windows at some places: a turn takes one of each lane, and lanes are equal parts of the data"
+    lanes = min(MAX_LANES, 1 << max(0, (n // 16).bit_length() - 1))
+    edges, keys = np.arange(lanes + 1) * n // lanes, _keys(seed, epoch, lanes)
+    sizes, (turn, place) = np.diff(edges), np.divmod(places, lanes)
+    lane = _lane_at(turn, place, lanes, keys[..., -1:])
+    if (last := turn == n // lanes).any():  # only some lanes have a window more
+        every = _lane_at(np.full(lanes, n // lanes), np.arange(lanes), lanes, keys[..., -1:])
+        lane[last] = every[sizes[every] > n // lanes][place[last]]
+    return edges[lane] + permuted(turn, sizes[lane], (n // lanes).bit_length(), keys[..., lane])
+
+
+def window_order(n: int, seed: int, epoch: int, first: int, last: int) -> np.ndarray:
+    "The windows at places first to last - 1, sorted: cut into equal slices, one a rank, each rank stays in its part of the data"
+    return np.sort(windows_at(np.arange(first, last), n, seed, epoch))

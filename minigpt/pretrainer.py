@@ -61,10 +61,11 @@ CHOICES = {"size": [*SIZES], "strategy": ["auto", *STRATEGIES], "speed": ["auto"
 @dataclass
 class RunArgs:
     "What to train on, how to launch, what to show"
-    dataset_path: list[str] = field(default_factory=list)  # a .bin, or texts: .txt .md .jsonl (.gz .zst), folders, globs; none: --corpus
+    dataset_path: list[str] = field(default_factory=list)  # .bin files, or texts: .txt .md .jsonl (.gz .zst); also folders, globs; none: --corpus
     corpus: str = ""  # holmes-war-peace, sanguo, shakespeare, sotu or python-docs; none: the bundled one
     content_key: str = "text"  # field of a .jsonl record that holds the text
     on_bad: str = "stop"  # what a bad record does: stop, or skip (left out and counted)
+    shard_tokens: int = 0  # tokens per file of a prepared text; 0: one file, whatever its size
     size: str = "S"  # the model's preset: S (4 layers, 128 wide), M (6, 384), L (12, 768); the model's own flags override it
     strategy: str = "auto"  # single, ddp, or auto: ddp under torchrun, else single
     device: str = "auto"  # auto, cpu, mps, cuda or cuda:N
@@ -78,15 +79,17 @@ class RunArgs:
                 raise ValueError(f"--{name} {getattr(self, name)}: choose from {', '.join(choices)}")
         if self.sample_tokens < 0:
             raise ValueError(f"--sample_tokens {self.sample_tokens}: can't be negative; 0 switches samples off")
+        if self.shard_tokens < 0:
+            raise ValueError(f"--shard_tokens {self.shard_tokens}: can't be negative; 0 makes one file")
         if self.dataset_path and self.corpus:
             raise ValueError(f"--dataset_path and --corpus {self.corpus} both name a text: give one of them")
-        if self.prepared and len(self.dataset_path) > 1:
-            raise ValueError(f"--dataset_path {' '.join(self.dataset_path)}: give one .bin alone, or any number of texts")
+        if self.prepared and not all(pretrain_dataset.find_shards(path) for path in self.dataset_path):
+            raise ValueError(f"--dataset_path {' '.join(self.dataset_path)}: give token files (.bin) or texts, not both")
 
     @property
-    def prepared(self) -> str | None:
-        "The .bin among the paths, None where there are only texts"
-        return next((path for path in self.dataset_path if path.endswith(".bin")), None)
+    def prepared(self) -> list[Path]:
+        "The token files among the paths, none where there are only texts"
+        return pretrain_dataset.find_shards(self.dataset_path)
 
 # %% ../nbs/11_launch.ipynb #options
 GROUPS = {"data and run": RunArgs, "training": pretrainer_single.TrainArgs, "model": transformer.GPTConfig}
@@ -339,19 +342,18 @@ def tell(text: str):
 def prepare_data(
     run: RunArgs,  # dataset_path or corpus
     vocab_size: int,  # of the tokenizer to train, where one has to be
-) -> Path:  # the .bin to train on
+) -> list | Path:  # the token files to train on
     "Find the data or make it; processes take turns, so the first prepares and the others find it done"
     if run.prepared:
-        return Path(run.prepared)
-    folder, bars = pretrain_dataset.data_dir(), bool(sys.stderr and sys.stderr.isatty())
+        return run.dataset_path
+    folder, how = pretrain_dataset.data_dir(), dict(progress=bool(sys.stderr and sys.stderr.isatty()), shard_tokens=run.shard_tokens)
     with warnings.catch_warnings(record=True) as caught, my_turn(folder / "prepare.lock"):
         what = " ".join(run.dataset_path) or run.corpus or pretrain_dataset.default_corpus()
         tell(f"text: {what}, as tokens of a vocabulary of {vocab_size}; prepared once, then found in {folder}")
         if run.dataset_path:
-            how = dict(content_key=run.content_key, on_bad=run.on_bad)
-            path = pretrain_dataset.prepare_files(run.dataset_path, vocab_size, progress=bars, **how)
+            path = pretrain_dataset.prepare_files(run.dataset_path, vocab_size, content_key=run.content_key, on_bad=run.on_bad, **how)
         else:
-            path = pretrain_dataset.prepare_corpus(what, vocab_size, progress=bars)
+            path = pretrain_dataset.prepare_corpus(what, vocab_size, **how)
     for warning in caught:
         tell(f"note: {warning.message}")
     return path
@@ -364,11 +366,10 @@ def open_data(
 ) -> tuple:  # the whole data set, its training and its evaluation windows, the tokenizer
     "The windows to train and to evaluate on"
     wanted = {**SIZES[run.size], **options}
-    path = prepare_data(run, wanted["vocab_size"])
-    dataset = pretrain_dataset.PretrainBinaryDataset(path, wanted["context_length"])
-    words = tokenizer.Tokenizer.load(path.parent / dataset.meta["tokenizer"])
+    dataset = pretrain_dataset.open_dataset(prepare_data(run, wanted["vocab_size"]), wanted["context_length"])
+    words = tokenizer.Tokenizer.load(dataset.tokenizer_file)
     if (words.hash, words.vocab_size) != (dataset.meta["tokenizer_hash"], dataset.vocab_size):
-        raise ValueError(f"{path.parent / dataset.meta['tokenizer']}: not the tokenizer that {path} was made with; prepare the data anew")
+        raise ValueError(f"{dataset.tokenizer_file}: not the tokenizer that {dataset.path} was made with; prepare the data anew")
     return dataset, *pretrain_dataset.split_dataset(dataset, train.train_ratio, train.seed), words
 
 # %% ../nbs/11_launch.ipynb #build-model
@@ -382,7 +383,7 @@ def build_model(
     asked = options.get("vocab_size", vocab_size)
     if asked != vocab_size and run.prepared:
         cure = "leave the flag out, or prepare the text again"
-        raise ValueError(f"--vocab_size {asked}: {run.prepared} was prepared with {vocab_size}; {cure}")
+        raise ValueError(f"--vocab_size {asked}: {' '.join(run.dataset_path)} was prepared with {vocab_size}; {cure}")
     if asked != vocab_size:
         tell(f"note: the text yields a vocabulary of {vocab_size}, fewer than --vocab_size {asked}")
     torch.manual_seed(seed)

@@ -77,8 +77,9 @@ class BatchOrder:
         seed: int,  # same on all ranks
         rank: int = 0,  # which slice of each global batch is ours
         world_size: int = 1,  # slices per global batch
+        order=None,  # the data's own: a function from (seed, epoch, first, last) to the windows at these places
     ):
-        self.n, self.batch_size, self.seed, self.rank = n, batch_size, seed, rank
+        self.n, self.batch_size, self.seed, self.rank, self.order = n, batch_size, seed, rank, order
         self.global_batch = batch_size * world_size
         self.epoch = self.start = 0  # `start`: windows of this epoch that are done, over all ranks
 
@@ -86,11 +87,16 @@ class BatchOrder:
         return self.n // self.global_batch
 
     def __iter__(self):
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(self.n, generator=generator)
+        ours = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
+        order = self.order or self.shuffled()
         for first in range(self.start, self.n - self.global_batch + 1, self.global_batch):
-            at = first + self.rank * self.batch_size
-            yield order[at : at + self.batch_size].tolist()
+            yield order(self.seed, self.epoch, first, first + self.global_batch)[ours].tolist()
+
+    def shuffled(self):
+        "An order for data that bring none: all their window numbers, in a list"
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        numbers = torch.randperm(self.n, generator=generator, dtype=torch.int32 if self.n < 1 << 31 else torch.int64)
+        return lambda seed, epoch, first, last: numbers[first:last]
 
 # %% ../nbs/04_pretrainer_single.ipynb #helpers
 def in_groups(batches, size):
@@ -476,7 +482,8 @@ DEFAULT_WINDOWS = 19_200  # a run that is told no length: two to three minutes o
 def build_loaders(self, rank: int, world_size: int):
     "Training batches in an order of our own, evaluation windows dealt to the ranks; a ValueError if there are too few"
     args, n = self.args, len(self.train_set)
-    order = BatchOrder(n, args.train_batch_size, self.seed, rank, world_size)
+    own_order = getattr(self.train_set, "order", None)
+    order = BatchOrder(n, args.train_batch_size, self.seed, rank, world_size, own_order)
     if len(order) == 0:
         raise ValueError(
             f"{n} training windows are fewer than one global batch of {order.global_batch} "
@@ -487,6 +494,8 @@ def build_loaders(self, rank: int, world_size: int):
     loader = dict(collate_fn=collate, generator=torch.Generator(), pin_memory=self.device.type == "cuda")
     self.train_loader = DataLoader(self.train_set, batch_sampler=order, num_workers=args.workers, **loader)
     mine = list(range(rank, len(self.eval_set), world_size)) if self.eval_set else []
+    if self.eval_set and own_order:  # neighbours, which lie in one file, to one rank
+        mine = list(range(len(self.eval_set) * rank // world_size, len(self.eval_set) * (rank + 1) // world_size))
     batches = [mine[i : i + args.train_batch_size] for i in range(0, len(mine), args.train_batch_size)]
     self.eval_loader = DataLoader(self.eval_set, batch_sampler=batches, **loader) if batches else []
     self.steps_per_epoch = math.ceil(len(order) / args.accumulate)
@@ -621,7 +630,7 @@ def facts(self):
     window = self.train_set[0][1].numel()
     return dict(
         total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch, world_size=self.world_size,
-        device=self.device.type, dtype=self.choices.dtype, n_params=sum(p.numel() for p in self.unwrap_model().parameters()),
+        device=self.device.type, dtype=self.choices.dtype, choices=asdict(self.choices), n_params=sum(p.numel() for p in self.unwrap_model().parameters()),
         train_windows=len(self.train_set), eval_windows=len(self.eval_set or []), global_batch=global_batch,
         tokens_per_step=global_batch * window, dropped_per_epoch=len(self.train_set) % (self.args.train_batch_size * self.world_size),
         train_args=asdict(self.args), **self.about,

@@ -342,7 +342,7 @@ BAD = {  # arguments -> words of the one line
     "--corpus sotu --dataset_path TEXTS": "--corpus sotu --dataset_path one of them",
     "--dataset_path nothere.txt": "nothere.txt",
     "--dataset_path nothere.bin": "nothere.bin no such token file",
-    "--dataset_path a.bin b.bin": "a.bin b.bin one .bin",
+    "--dataset_path a.bin b.txt": "--dataset_path a.bin b.txt both",
     "--dataset_path TEXTS --vocab_size 12": "vocab_size 12 260",
     "--dataset_path TEXTS --context_length 1000000": "1000000 tokens",  # D23, D24
     "--dataset_path TEXTS --train_ratio 0.99999": "0.99999 evaluation",  # D27
