@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['PEAK_FLOPS', 'FASTER', 'SHARE', 'COMPILE_SECONDS', 'COMPILE_GAIN', 'LOGIT_BYTES', 'RULES', 'flops_per_token',
-           'call_times', 'matmul_flops', 'can_compile', 'fused_attention', 'pages_hint', 'Speed', 'pick_dtype',
-           'pick_tf32', 'pick_loss_rows', 'pick_compile', 'training_seconds']
+           'call_times', 'matmul_flops', 'memory_bandwidth', 'page_faults', 'pages_hint', 'lost_share',
+           'fused_attention', 'can_compile', 'Speed', 'pick_dtype', 'pick_tf32', 'pick_loss_rows', 'pick_compile',
+           'training_seconds']
 
 # %% ../nbs/07_speed.ipynb #imports
 import math
@@ -49,31 +50,30 @@ def matmul_flops(
     a, b = torch.randn(2, n, n, device=device, generator=own).to(dtype)
     return 2 * n**3 / min(call_times(lambda: a @ b, device))
 
+# %% ../nbs/07_speed.ipynb #memory-bandwidth
+def memory_bandwidth(
+    device: torch.device,  # where
+    mib: int = 256,  # size of the copy: several times the largest cache
+) -> float:  # bytes per second, read and written
+    "The fastest copy: no operation on data out of the caches is faster"
+    source = torch.zeros(mib << 18, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / min(call_times(lambda: target.copy_(source), device))
+
 # %% ../nbs/07_speed.ipynb #peaks
 PEAK_FLOPS = {  # data sheets: dense 16-bit products with 32-bit sums, per second
     "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
     "A10": 125e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12,
 }  # fmt: skip
 
-# %% ../nbs/07_speed.ipynb #can-compile
-def can_compile(
-    kind: str,  # cpu, mps or cuda
-) -> bool:
-    "Does torch.compile find what it generates code with: a C++ compiler, on cards also Triton?"
-    if kind == "cuda":
-        from importlib.util import find_spec
-
-        return find_spec("triton") is not None
-    compilers = (os.environ.get("CXX"), "g++", "clang++", "c++")
-    return kind == "cpu" and sys.platform != "win32" and any(name and shutil.which(name) for name in compilers)
-
-# %% ../nbs/07_speed.ipynb #fused-attention
-def fused_attention(
-    device: str,  # cpu, mps, cuda or cuda:N
-    context_length: int,  # T
-) -> bool:
-    "Does the library's fused kernel pay? On a CPU only where the T x T scores outgrow the caches"
-    return not device.startswith("cpu") or context_length > 1024
+# %% ../nbs/07_speed.ipynb #page-faults
+def page_faults() -> int:  # since the process began; 0 where the system does not tell
+    "Pages that the kernel had to hand to this process, none of them read from disk"
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 # %% ../nbs/07_speed.ipynb #pages-hint
 def pages_hint(
@@ -87,6 +87,36 @@ def pages_hint(
         return None
     return ("memory pages of 4 KiB slow a CPU step down, up to several times: start by ./run, or set "
             "GLIBC_TUNABLES=glibc.malloc.hugetlb=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8000000000 before the program starts (chapter 07)")
+
+# %% ../nbs/07_speed.ipynb #lost-share
+def lost_share(
+    gradients: torch.Tensor,  # float32
+    dtype: torch.dtype,  # what they are stored in
+    scale: float = 1.0,  # what the loss was multiplied by
+) -> float:  # of those that are not zero
+    "Share of the gradients that become zero for want of range"
+    alive = gradients[gradients != 0]
+    return ((alive * scale).to(dtype) == 0).float().mean().item()
+
+# %% ../nbs/07_speed.ipynb #fused-attention
+def fused_attention(
+    device: str,  # cpu, mps, cuda or cuda:N
+    context_length: int,  # T
+) -> bool:
+    "Does the library's fused kernel pay? On a CPU only where the T x T scores outgrow the caches"
+    return not device.startswith("cpu") or context_length > 1024
+
+# %% ../nbs/07_speed.ipynb #can-compile
+def can_compile(
+    kind: str,  # cpu, mps or cuda
+) -> bool:
+    "Does torch.compile find what it generates code with: a C++ compiler, on cards also Triton?"
+    if kind == "cuda":
+        from importlib.util import find_spec
+
+        return find_spec("triton") is not None
+    compilers = (os.environ.get("CXX"), "g++", "clang++", "c++")
+    return kind == "cpu" and sys.platform != "win32" and any(name and shutil.which(name) for name in compilers)
 
 # %% ../nbs/07_speed.ipynb #speed-class
 FASTER = 1.3  # bfloat16 is picked where its products are at least so many times faster
@@ -147,7 +177,7 @@ def pick_loss_rows(facts: dict, measured: dict) -> tuple[int, str] | None:
     size = 4 * targets * config.get("vocab_size", 0)
     return (1024, f"loss in slices of 1024 targets, as all logits would take {size >> 20} MiB") if size > LOGIT_BYTES else None
 
-
+# %% ../nbs/07_speed.ipynb #pick-compile
 def pick_compile(facts: dict, measured: dict) -> tuple[bool, str] | None:
     "torch.compile where it saves more time than it costs"
     kind = facts["device"]

@@ -44,7 +44,7 @@ def make_model(drop_rate=0.0, seed=0):
 
 def make_trainer(folder, model=None, optimizer=None, train=43, evaluation=11, masked=False, log=None, about=None, **options):
     "A trainer on 43 training and 11 evaluation windows; its events go to `trainer.events`"
-    model = model or make_model()
+    model = make_model() if model is None else model
     defaults = dict(num_train_epochs=1, learning_rate=0.3, warmup_steps=2, eval_steps=3, log_every=1, resume="never", output_dir=str(folder))
     args = TrainArgs(**defaults | options)
     events = []

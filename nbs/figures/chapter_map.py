@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 
 CHAPTERS = {
     "01": "tokenizer", "02": "dataset", "03": "transformer", "04": "trainer",
-    "05": "run log", "06": "checkpoint", "08": "collectives", "09": "data parallel", "10": "DDP", "11": "launch",
+    "05": "run log", "06": "checkpoint", "07": "speed", "08": "collectives", "09": "data parallel", "10": "DDP", "11": "launch",
     "12": "failure lab",
 }  # fmt: skip
 
