@@ -55,7 +55,7 @@ def goal_cells(goal: dict, yes: str = "reached", no: str = "not reached", unknow
     "Target, what was reached, and the verdict"
     sign, unit = ("at least" if goal["at_least"] else "at most"), f" {goal['unit']}".rstrip()
     verdict = {True: yes, False: no, None: unknown}[goal["met"]]
-    note = f" ({goal["note"]})" if goal.get("note") else ""
+    note = f" ({goal['note']})" if goal.get("note") else ""
     return [f"{sign} {number(goal['target'])}{unit}", number(goal["reached"]) + unit * (goal["reached"] is not None) + note, verdict]
 
 
