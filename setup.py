@@ -22,7 +22,7 @@ setup(
     packages=[cfg["lib_path"]],
     python_requires=f">={cfg['min_python']},<3.14",
     install_requires=cfg["requirements"].split(),
-    extras_require={"dev": cfg["dev_requirements"].split()},
+    extras_require={name: cfg[f"{name}_requirements"].split() for name in ("dev", "bench")},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Education",

@@ -52,5 +52,6 @@ def judged(
         reached = figures.get(goal.figure)
         value = reached["value"] if isinstance(reached, dict) else reached
         met = None if value is None else value >= target if goal.at_least else value <= target
-        rows.append(dict(figure=goal.figure, what=goal.what, target=target, at_least=goal.at_least, unit=goal.unit, reached=reached, met=met))
+        note = reached.get("note", "") if isinstance(reached, dict) else ""
+        rows.append(dict(figure=goal.figure, what=goal.what, note=note, target=target, at_least=goal.at_least, unit=goal.unit, reached=reached, met=met))
     return rows

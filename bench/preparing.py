@@ -10,8 +10,12 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
-from minigpt.pretrain_dataset import PretrainBinaryDataset, default_corpus, load_sidecar, prepare_corpus, prepare_files, read_corpus, sidecar_path
+from minigpt.pretrain_dataset import (
+    PretrainBinaryDataset, default_corpus, load_sidecar, prepare_corpus, prepare_dataset, prepare_files, read_corpus, read_documents, sidecar_path,
+    tokenizer_path,
+)  # fmt: skip
 from minigpt.pretrainer_single import BatchOrder, collate
+from minigpt.tokenizer import Tokenizer
 
 from .contenders import OurTrainer, all_levers
 from .measure import interleave, ratio, scaled, summary
@@ -68,7 +72,12 @@ def load(path: str, context: str, batch: str, way: str):
         next(batches)
 
 
-JOBS = dict(prepare=prepare, load=load)
+def encode(source: str, tokenizer: str, folder: str):
+    "Text to tokens by a tokenizer that is there"
+    prepare_dataset(read_documents([source]), Path(folder) / "tokens.bin", Tokenizer.load(tokenizer), progress=False)
+
+
+JOBS = dict(prepare=prepare, encode=encode, load=load)
 
 
 # ---- here
@@ -77,7 +86,7 @@ JOBS = dict(prepare=prepare, load=load)
 def loader(data: PretrainBinaryDataset, batch: int, way: str) -> DataLoader:
     "Batches of shuffled windows, as our trainer loads them or as PyTorch's own sampler does"
     if way == OURS:
-        return DataLoader(data, batch_sampler=BatchOrder(len(data), batch, SEED), collate_fn=collate)
+        return DataLoader(data, batch_sampler=BatchOrder(len(data), batch, SEED, order=getattr(data, "order", None)), collate_fn=collate)
     return DataLoader(Windows(data), batch_size=batch, shuffle=True, drop_last=True)
 
 
@@ -103,13 +112,16 @@ def write_text(path: Path, size: int):
 
 
 def prepared(work: Work, folder: Path) -> list[dict]:
-    "Rows: a quarter of the large file, and all of it"
-    rows = []
-    for size in (LARGE // 4, LARGE):
-        source = folder / f"{size}.txt"
-        write_text(source, size)
-        found = in_child("prepare", source, work.config.vocab_size, folder / f"tokens-{size}")
-        rows.append(dict(name=f"text of {source.stat().st_size / 1e6:.0f} MB", memory_mib=found["memory_mib"], mb_per_s=source.stat().st_size / 1e6 / found["seconds"]))
+    "Rows: a quarter of the large file, all of it, and all of it by a tokenizer that was learnt before"
+    rows, vocab_size = [], work.config.vocab_size
+    words, large = tokenizer_path(prepare_corpus(default_corpus(), vocab_size)), folder / f"{LARGE}.txt"
+    jobs = [(folder / f"{LARGE // 4}.txt", "prepare", vocab_size), (large, "prepare", vocab_size), (large, "encode", words)]
+    for number, (source, job, given) in enumerate(jobs):
+        if not source.exists():
+            write_text(source, int(source.stem))
+        found, megabytes = in_child(job, source, given, folder / str(number)), source.stat().st_size / 1e6
+        name = f"text of {megabytes:.0f} MB, {'tokenizer learnt too' if job == 'prepare' else 'encoding alone'}"
+        rows.append(dict(name=name, memory_mib=found["memory_mib"], mb_per_s=megabytes / found["seconds"]))
     return rows
 
 
@@ -156,10 +168,10 @@ def run(work: Work, only: list[str]) -> dict:
     if sys.platform != "linux":
         raise ValueError("bench data: reads /proc, so it needs Linux")
     with tempfile.TemporaryDirectory() as name:
-        small, large = prepared(work, Path(name))
+        small, large, encoded = prepared(work, Path(name))
         loading, figures = loaded(work, Path(name))
     figures |= dict(prepare_mib=large["memory_mib"], prepare_growth_mib=large["memory_mib"] - small["memory_mib"])
-    tables = [dict(title="Preparing text", rows=[small, large]), dict(title=f"Loading batches; memory at {WINDOWS:,} windows", base=THEIRS, rows=loading)]
+    tables = [dict(title="Preparing text", rows=[small, large, encoded]), dict(title=f"Loading batches; memory at {WINDOWS:,} windows", base=THEIRS, rows=loading)]
     return dict(tables=tables, figures=figures, about=ABOUT)
 
 

@@ -3,9 +3,10 @@ import json
 from pathlib import Path
 
 HEADINGS = dict(
-    name="contender", step_ms="step, ms", tokens_per_s="tokens/s", peak_share="% of bf16 peak", loss="loss", parameters="parameters",
+    name="contender", step_ms="step, ms", tokens_per_s="tokens/s", mb_per_s="MB/s", memory_mib="memory, MiB", peak_share="% of bf16 peak",
+    cpu_s="CPU seconds",
 )  # fmt: skip
-IN_JSON_ONLY = ("settings", "ours")
+IN_JSON_ONLY = ("ours",)
 
 
 def write(result: dict, folder: Path) -> list[Path]:
@@ -54,7 +55,8 @@ def goal_cells(goal: dict, yes: str = "reached", no: str = "not reached", unknow
     "Target, what was reached, and the verdict"
     sign, unit = ("at least" if goal["at_least"] else "at most"), f" {goal['unit']}".rstrip()
     verdict = {True: yes, False: no, None: unknown}[goal["met"]]
-    return [f"{sign} {number(goal['target'])}{unit}", number(goal["reached"]) + unit * (goal["reached"] is not None), verdict]
+    note = f" ({goal['note']})" if goal.get("note") else ""
+    return [f"{sign} {number(goal['target'])}{unit}", number(goal["reached"]) + unit * (goal["reached"] is not None) + note, verdict]
 
 
 def goals_table(goals: list[dict]) -> str:
