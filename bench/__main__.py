@@ -2,6 +2,7 @@
 
     ./run python -m bench train --size S [--quick]     one command
     ./run python -m bench --quick                      all of them
+    ./run python -m bench readme                       their figures into the READMEs
 """
 import argparse
 import sys
@@ -13,11 +14,11 @@ import torch
 
 from minigpt.pretrainer import SIZES
 
-from . import goals, machine, report
+from . import goals, machine, readme, report
 from .work import BATCH, Work
 
 COMMANDS = {  # name -> module
-    "train": "training", "data": "preparing", "tokenize": "tokenizing", "checkpoint": "saving", "start": "starting",
+    "train": "training", "data": "preparing", "tokenize": "tokenizing", "ddp": "parallel", "checkpoint": "saving", "evaluate": "evaluating", "start": "starting",
 }
 RESULTS = Path(__file__).parent / "results"
 
@@ -38,7 +39,7 @@ def complain(message) -> int:
 def build_parser() -> argparse.ArgumentParser:
     "What can be asked for"
     parser = OneLineParser(prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", nargs="?", choices=[*COMMANDS], help="what to measure; none: all")
+    parser.add_argument("command", nargs="?", choices=[*COMMANDS, "readme"], help="what to measure; none: all")
     parser.add_argument("--size", choices=SIZES, default="S", help="of the model [S]")
     parser.add_argument("--quick", action="store_true", help="fewer rounds: wider intervals")
     parser.add_argument("--batch", type=int, help="windows per process and step [by size and device]")
@@ -74,6 +75,9 @@ def main(argv: list[str] | None = None) -> int:
     "Measure, write, print; the exit code"
     options = build_parser().parse_args(argv)
     try:
+        if options.command == "readme":
+            print("written:", *readme.rewrite(options.out))
+            return 0
         work = work_of(options)
         torch.set_num_threads(work.threads)
         for command in [options.command] if options.command else COMMANDS:

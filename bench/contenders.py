@@ -127,10 +127,15 @@ class OurTrainer(Runner):
         self.trainer.set_dataset(rows, [row for batch in work.test_batches for row in zip(*batch)])
         self.trainer.setup()
 
-    def update(self, x: Tensor, y: Tensor):
-        "One update on a batch"
-        self.trainer.train_step([(x, y)])
+    def step(self):
+        "One update"
+        self.trainer.train_step([self.work.train_batch(self.done + i) for i in range(self.work.accumulate)])
         self.trainer.step += 1
+        self.done += self.work.accumulate
+
+    def evaluations(self, times: int) -> float:
+        "Seconds of one of some evaluations, each rank its share"
+        return timed(self.trainer.evaluate, times, self.work.device)
 
 
 # ---- ours

@@ -1,4 +1,4 @@
-"""A contender in a process of its own, which does steps when asked: for what must be set before a process starts."""
+"""A contender in a process of its own, which does steps when asked: for what must be set before a process starts, and for ranks."""
 import json
 import os
 import subprocess
@@ -7,12 +7,15 @@ from dataclasses import asdict
 
 import torch
 
+from minigpt.ddp import patch_ddp
+from minigpt.pretrainer_single import Trainer
+
 from .contenders import REGISTRY
 from .work import Work
 
 
 class Remote:
-    "The other end: a turn asks for steps and returns seconds of one"
+    "The other end: a turn asks for steps, or for evaluations, and returns seconds of one"
 
     def __init__(
         self,
@@ -34,10 +37,14 @@ class Remote:
             raise RuntimeError(f"the process of {self.name!r} ended with code {self.process.wait()}")
         return json.loads(line)
 
+    def ask(self, times: int, what: str = "turn"):
+        "Let it do steps (`turn`) or `evaluations`; it answers when it is done"
+        self.process.stdin.write(f"{what} {times}\n")
+        self.process.stdin.flush()
+
     def turn(self, steps: int) -> float:
         "Seconds of one of some steps"
-        self.process.stdin.write(f"{steps}\n")
-        self.process.stdin.flush()
+        self.ask(steps)
         return self.answer()
 
     def close(self):
@@ -52,11 +59,12 @@ def serve(name: str, work: Work, warm_up: int):
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print goes elsewhere
     torch.set_num_threads(work.threads)
+    patch_ddp(Trainer)  # changes nothing for a process without a rank
     runner = REGISTRY[name].build(work)
     runner.turn(warm_up)
     print(json.dumps("ready"), file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(runner.turn(int(line))), file=answers, flush=True)
+    for what, times in map(str.split, sys.stdin):
+        print(json.dumps(getattr(runner, what)(int(times))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ class Work:
     batch: int  # windows a step, of one process
     rank: int = 0  # which of the processes this is
     world: int = 1  # processes
+    accumulate: int = 1  # batches per update
 
     @property
     def config(self) -> GPTConfig:
@@ -37,8 +38,8 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        "Of one process's step"
-        return self.batch * self.config.context_length
+        "Of one process's update"
+        return self.batch * self.config.context_length * self.accumulate
 
     @cached_property
     def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -11,9 +11,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # bench is no installed package
 
 from bench import __main__ as command_line  # noqa: E402
-from bench import contenders, goals, measure, report  # noqa: E402
+from bench import contenders, goals, measure, readme, report  # noqa: E402
 from bench.plain import PlainGPT  # noqa: E402
 from bench.work import Work  # noqa: E402
+from minigpt.collectives import run_ranks  # noqa: E402
 
 WORK = Work("S", True, "cpu", 1, 2)
 
@@ -109,3 +110,29 @@ def test_train_from_end_to_end(tmp_path):
     assert (tmp_path / "train-S.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "train-S.md").read_text(encoding="utf-8")
     assert "chapter 04 + bf16" in text
+
+
+def test_the_readmes_table_is_written_between_its_marks(tmp_path):
+    rows = [dict(row, peak_share=40.0, loss=3.0) for row in result()["tables"][0]["rows"]]
+    report.write(result(tables=[dict(title="Step", base="plain", rows=rows)]), tmp_path)
+    for file in readme.WORDS:
+        (tmp_path / file).write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n", encoding="utf-8")
+    readme.rewrite(tmp_path, tmp_path)
+    english, chinese = ((tmp_path / file).read_text(encoding="utf-8") for file in readme.WORDS)
+    assert english.startswith("before\n") and english.endswith("\nafter\n") and "old" not in english
+    assert "| training step over plain | S | ≥ 3.5 x | 2 [1.5, 2.5] x | no |" in english and "| 未达到 |" in chinese
+    assert english.index("all levers, S") < english.index("plain, S")  # the fastest first
+    assert readme.rewrite(tmp_path, tmp_path) and (tmp_path / "README.md").read_text(encoding="utf-8") == english
+    with pytest.raises(ValueError, match="no results in"):
+        readme.rewrite(tmp_path / "nothing", tmp_path)
+
+
+def test_both_readmes_have_the_marks():
+    for file in readme.WORDS:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert text.count(readme.BEGIN) == text.count(readme.END) == 1
+
+
+def test_accumulating_ranks_exchange_once_an_update():
+    found = json.loads(run_ranks("bench.parallel", 2, stream=False)[0].splitlines()[-1])
+    assert found["exchanges_per_update"] == 1 and found["all_reduce_bytes_per_s"] > 0
