@@ -1,4 +1,5 @@
 "Chapter 07's levers: picked rightly, equal to the plain run, stored and reused; compiled runs cost seconds, so they are few and shared"
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -165,9 +166,10 @@ def test_lost_share_counts_what_rounds_to_zero():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows tells no page faults")
 def test_page_faults_count_fresh_memory():
-    before = page_faults()
-    held = torch.ones(16 << 20)  # 64 MiB: 16,384 pages of 4 KiB, or 32 of 2 MiB
-    assert page_faults() - before >= 16 and held[0] == 1
+    fresh, before = mmap.mmap(-1, 4 << 20), page_faults()  # straight from the system: the allocator may have kept what it had
+    for place in range(0, len(fresh), mmap.PAGESIZE):
+        fresh[place] = 1
+    assert page_faults() - before >= 2  # pages may be as large as 2 MiB
 
 
 def test_bandwidth_is_above_zero():

@@ -12,7 +12,7 @@ from test_pretrainer import alone, cli, texts  # noqa: F401  fixtures among them
 from two_hosts import ADDRESSES, LINK, NAMES, ROOT, ip, on_hosts, processes, two_hosts, why_not
 
 TIMEOUT = 10  # seconds until a collective gives up
-JOB = "--n_layers 1 --emb_dim 32 --n_heads 2 --context_length 16 --warmup_steps 2 --sample_tokens 0 --log_every 1 --accumulate 2".split()
+JOB = "--n_layers 1 --emb_dim 32 --n_heads 2 --context_length 16 --warmup_steps 2 --sample_tokens 0 --log_every 1 --accumulate 2 --dtype float32".split()
 JOB += "--max_steps 20 --save_steps 10".split()
 
 pytestmark = pytest.mark.skipif(bool(reason := why_not()), reason=reason)
