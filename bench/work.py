@@ -10,7 +10,7 @@ from minigpt.transformer import GPTConfig
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP, SEED = 1e-3, 0.1, 1.0, 123
 BATCH = {"cpu": dict(S=32, M=8, L=2), "cuda": dict(S=512, M=64, L=8)}  # windows per process and step
-ROUNDS = dict(full=15, quick=7)
+ROUNDS = dict(full=15, quick=6)
 TEST_BATCHES = 4  # held out, for the loss beside each speed
 
 

@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -174,6 +175,14 @@ def token_table(
     return table
 
 # %% ../nbs/01_tokenizer.ipynb #encoder
+@lru_cache(maxsize=1)
+def _pool(
+    process: int,  # its id: a forked one has none of its parent's threads
+) -> ThreadPoolExecutor:
+    "One pool for good: tiktoken keeps a cache, up to a megabyte, for each thread that ever encoded"
+    return ThreadPoolExecutor(os.cpu_count() or 1)
+
+
 class Encoder:
     "Text to ids, by `tiktoken` with our merges"
 
@@ -198,9 +207,8 @@ class Encoder:
         texts, threads = list(_documents(texts)), os.cpu_count() or 1
         size = len(texts) // (8 * threads) + 1  # a thread takes a group at a time: one text is too little work
         groups = [texts[i:i + size] for i in range(0, len(texts), size)]
-        with ThreadPoolExecutor(threads) as pool:
-            encoded = pool.map(lambda group: [self.encode(text) for text in group], groups)
-            return [ids for group in encoded for ids in group]
+        encoded = _pool(os.getpid()).map(lambda group: [self.encode(text) for text in group], groups)
+        return [ids for group in encoded for ids in group]
 
 # %% ../nbs/01_tokenizer.ipynb #codec
 class Codec(Encoder):
