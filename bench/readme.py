@@ -11,11 +11,11 @@ BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 WORDS = {  # file -> its words
     "README.md": dict(
         what="what", size="size", goal="to reach", reached="reached [95 %]", yes="yes", no="no", unknown="not measured", contender="contender, size",
-        ratio="speed over plain [95 %]", share="% of bf16 peak", loss="loss", where="Measured on {cpu}, {cores} cores, torch {torch}, {date}, by `./run python -m bench`.",
+        ratio="speed over plain [95 %]", share="% of bf16 peak", loss="loss", where="Measured on {cpu}, {cores} cores, torch {torch}, {date}, by `./run python -m bench{quick}`.",
     ),
     "README.zh-CN.md": dict(
         what="项目", size="规模", goal="目标", reached="实测 [95 %]", yes="达到", no="未达到", unknown="未测", contender="参赛者，规模",
-        ratio="比朴素实现的速度 [95 %]", share="占 bf16 峰值 %", loss="损失", where="测于 {cpu}，{cores} 核，torch {torch}，{date}，命令 `./run python -m bench`。",
+        ratio="比朴素实现的速度 [95 %]", share="占 bf16 峰值 %", loss="损失", where="测于 {cpu}，{cores} 核，torch {torch}，{date}，命令 `./run python -m bench{quick}`。",
     ),
 }  # fmt: skip
 SIGNS = {"at least ": "≥ ", "at most ": "≤ "}
@@ -51,8 +51,10 @@ def speed_rows(found: list[dict]) -> list[list[str]]:
 
 def block(found: list[dict], file: str) -> str:
     "What stands between the marks"
-    words, machine = WORDS[file], found[-1]["machine"]
-    where = words["where"].format(cpu=machine["cpu"], cores=machine["cores"], torch=machine["packages"]["torch"], date=max(result["date"] for result in found)[:10])
+    words, machine, quick = WORDS[file], found[-1]["machine"], " --quick" * any(result["quick"] for result in found)
+    where = words["where"].format(
+        cpu=machine["cpu"], cores=machine["cores"], torch=machine["packages"]["torch"], quick=quick, date=max(result["date"] for result in found)[:10],
+    )  # fmt: skip
     goals = grid([words[name] for name in ("what", "size", "goal", "reached")] + [""], goal_rows(found, words, file != "README.md"))
     speeds = grid([words[name] for name in ("contender", "ratio", "share", "loss")], speed_rows(found))
     return f"{BEGIN}\n{where}\n\n{goals}\n{speeds}{END}"
