@@ -93,7 +93,7 @@ def products(
     return [*shapes, (3 * c.n_layers, (heads, T, D, T)), (3 * c.n_layers, (heads, T, T, D))]
 
 
-def product_share(config: GPTConfig, batch: int, dtype: torch.dtype, device: str) -> float:
+def products_seconds(config: GPTConfig, batch: int, dtype: torch.dtype, device: str) -> float:
     "Seconds that a training step's matrix products alone take, each at its own shape"
     return sum(times * product_seconds(*shape, dtype, device) for times, shape in products(config, batch))
 
@@ -102,7 +102,7 @@ def limits(work) -> dict:
     "What this device can do at most, and what that means for a step"
     device, types = work.device, dict(bf16=torch.bfloat16, fp32=torch.float32)
     found = {f"{name}_flops": peak(dtype, device) for name, dtype in types.items()}
-    found |= {f"{name}_products_seconds": product_share(work.config, work.batch, dtype, device) for name, dtype in types.items()}
+    found |= {f"{name}_products_seconds": products_seconds(work.config, work.batch, dtype, device) for name, dtype in types.items()}
     if device == "cuda":
         found["data_sheet_flops"] = next((flops for card, flops in PEAK_FLOPS.items() if card in torch.cuda.get_device_name()), None)
     return found | dict(memory_rate=bandwidth(device))

@@ -6,7 +6,7 @@
 __all__ = ['DEFAULT_WINDOWS', 'MAX_SKIPPED', 'COUNTERS', 'STRATEGY_SEAMS', 'token_loss', 'lr_at', 'build_optimizer', 'BatchOrder',
            'in_groups', 'collate', 'TrainArgs', 'check_args', 'Choices', 'choose', 'choose_dtype', 'log_line',
            'print_event', 'rng_state', 'set_rng_state', 'patch_to', 'PlainCheckpoints', 'Trainer', 'sliced_loss',
-           'micro_loss', 'recompute_blocks', 'peak_memory_mb', 'fitting', 'unpatch', 'patch_strategy']
+           'micro_loss', 'open_levers', 'recompute_blocks', 'peak_memory_mb', 'fitting', 'unpatch', 'patch_strategy']
 
 # %% ../nbs/04_pretrainer_single.ipynb #imports
 import itertools
@@ -568,14 +568,18 @@ def pick_levers(self) -> list[str]:
     self.peak_flops = self.speed.peak_flops(self.device, self.choices.dtype, measured)
     return notes
 
+# %% ../nbs/04_pretrainer_single.ipynb #take-levers
+def open_levers(args: TrainArgs) -> list[str]:
+    "The levers that the user said nothing about"
+    said = dict(dtype=args.dtype != "auto" or args.use_mixed_precision is not None, tf32=args.tf32 is not None,
+                loss_rows=args.loss_rows is not None, compile=args.compile is not None)  # fmt: skip
+    return [name for name in said if not said[name]]
+
 
 @patch_to(Trainer)
 def take_levers(self, wanted: dict) -> list[str]:
     "Set the levers that the user left open to what `speed` or a checkpoint says, as far as this device can; returns what to tell"
-    args, notes = self.args, []
-    is_open = dict(dtype=args.dtype == "auto" and args.use_mixed_precision is None, compile=args.compile is None,
-                   loss_rows=args.loss_rows is None, tf32=args.tf32 is None)  # fmt: skip
-    wanted = {name: wanted[name] for name in is_open if is_open[name] and name in wanted}
+    wanted, notes = {name: wanted[name] for name in open_levers(self.args) if name in wanted}, []
     try:
         choose_dtype(self.device.type, wanted.get("dtype", "auto"))
     except ValueError:
@@ -630,7 +634,8 @@ def facts(self):
     window = self.train_set[0][1].numel()
     return dict(
         total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch, world_size=self.world_size,
-        device=self.device.type, dtype=self.choices.dtype, choices=asdict(self.choices), n_params=sum(p.numel() for p in self.unwrap_model().parameters()),
+        device=self.device.type, dtype=self.choices.dtype, choices=asdict(self.choices), open_levers=open_levers(self.args),
+        n_params=sum(p.numel() for p in self.unwrap_model().parameters()),
         train_windows=len(self.train_set), eval_windows=len(self.eval_set or []), global_batch=global_batch,
         tokens_per_step=global_batch * window, dropped_per_epoch=len(self.train_set) % (self.args.train_batch_size * self.world_size),
         train_args=asdict(self.args), **self.about,

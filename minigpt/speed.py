@@ -142,9 +142,9 @@ class Speed:
         measured: dict,  # number type -> operations per second, mean over ranks
     ) -> tuple[dict, list[str]]:  # lever -> value, and why, in one sentence
         "Levers that help on this device, among those that the user left open"
-        asked, levers, why = facts["train_args"], {}, []
+        levers, why = {}, []
         for name, rule in RULES.items():
-            if asked[name] in (None, "auto") and (picked := rule({**facts, **levers}, measured)):
+            if name in facts["open_levers"] and (picked := rule({**facts, **levers}, measured)):
                 levers[name], reason = picked
                 why.append(reason)
         return levers, [f"speed: {'; '.join(why)}"] if why else []
@@ -158,7 +158,7 @@ class Speed:
 # %% ../nbs/07_speed.ipynb #pick
 def pick_dtype(facts: dict, measured: dict) -> tuple[str, str] | None:
     "bfloat16 on CPUs with instructions for it; what cards compute in is chosen with the device"
-    if facts["device"] != "cpu" or facts["train_args"]["use_mixed_precision"] is not None:
+    if facts["device"] != "cpu":
         return None
     ratio = measured["bfloat16"] / measured["float32"]
     dtype = "bfloat16" if ratio >= FASTER else "float32"

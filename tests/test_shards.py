@@ -14,13 +14,13 @@ import torch
 from torch.utils.data import DataLoader
 
 import minigpt.pretrain_dataset as data
-import minigpt.pretrainer as pretrainer
 from minigpt.collectives import launch_env
 from minigpt.pretrain_dataset import PretrainBinaryDataset, ShardedDataset, ShardError, open_dataset, prepare_shards, split_dataset, windows_at
 from minigpt.pretrainer_single import BatchOrder, Trainer, unpatch
 from minigpt.runlog import read_run
 from minigpt.tokenizer import Tokenizer, train_tokenizer
 from test_pretrain_dataset import ids_of, jsonl, one_line, token_file, write
+from test_pretrainer import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = [1, 2, 15, 16, 26, 31, 32, 33, 97, 1000, 1024, 12_345, 16_384, 20_011, 65_537]
@@ -510,13 +510,6 @@ def test_resumed_equals_the_uninterrupted_run(run):
     assert all(torch.allclose(one["model_state"][name], other["model_state"][name], rtol=1e-3, atol=2e-4) for name in names)
     curves = [[event["train_loss"] for event in read_run(base / name) if "train_loss" in event] for name in ("whole", "half")]
     assert curves[0][-4:] == pytest.approx(curves[1][-4:], abs=1e-3)
-
-
-def cli(*words):
-    try:
-        return pretrainer.main([str(word) for word in words])
-    except SystemExit as stop:
-        return stop.code
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import minigpt.pretrainer as pretrainer
 import minigpt.speed as speed
 from minigpt.collectives import launch_env
-from minigpt.pretrainer_single import TrainArgs, log_line, micro_loss
+from minigpt.pretrainer_single import TrainArgs, log_line, micro_loss, open_levers
 from minigpt.runlog import read_run
 from minigpt.speed import Speed, flops_per_token, lost_share, page_faults, pages_hint
 from minigpt.transformer import GPTConfig, MiniGPT
+from test_pretrainer import cli
 from trainer_job import VOCAB, losses, make_model, make_trainer, trained, weights
 
 pytestmark = pytest.mark.usefixtures("one_plain_process")
@@ -39,7 +39,7 @@ def run_of(device="cpu", steps=100, vocab=2048, args=None, **more):
     config = dict(vocab_size=vocab, context_length=128)
     return dict(
         device=device, dtype="bfloat16" if device == "cuda" else "float32", total_steps=steps, tokens_per_step=4096, world_size=1, n_params=1_115_264,
-        flops_per_token=7_478_016, model_config=config, train_args=vars(options),
+        flops_per_token=7_478_016, model_config=config, train_args=vars(options), open_levers=open_levers(options),
     ) | more  # fmt: skip
 
 
@@ -342,14 +342,6 @@ def test_c08_weights_of_a_foreign_file(prefix, tmp_path):
 
 
 # ---- the command line
-
-def cli(*args):
-    "Exit code of the command in this process"
-    try:
-        return pretrainer.main([str(a) for a in args])
-    except SystemExit as stop:
-        return stop.code
-
 
 def choices_of(folder, step):
     return torch.load(Path(folder) / f"checkpoint-{step}.pth")["choices"]
