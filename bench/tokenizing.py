@@ -3,6 +3,8 @@ import os
 import time
 from importlib.util import find_spec
 
+import numpy as np
+
 from minigpt.pretrain_dataset import default_corpus, prepare_corpus, read_corpus, tokenizer_path
 from minigpt.tokenizer import SPLIT_PATTERN, Tokenizer
 
@@ -63,7 +65,7 @@ def run(work: Work, only: list[str]) -> dict:
         return time.perf_counter() - start
 
     seconds = interleave({name: lambda name=name: turn(name) for name in contenders}, work.rounds)
-    differ = {name: sum(a != b for a, b in zip(ids[name], ids[ONE_BY_ONE], strict=True)) for name in contenders}
+    differ = {name: sum(not np.array_equal(a, b) for a, b in zip(ids[name], ids[ONE_BY_ONE], strict=True)) for name in contenders}
     base = next(iter(contenders))
     rows = [
         dict(name=name, ratio=ratio(seconds[base], values), mb_per_s=size / 1e6 / sorted(values)[len(values) // 2], texts_with_other_ids=differ[name])

@@ -430,12 +430,11 @@ def dtype_for(
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
-def _to_array(ids: list[int], vocab_size: int) -> np.ndarray:
+def _to_array(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     "Ids in their file type, after a check that none would wrap around"
-    array = np.asarray(ids, dtype=np.int64)
-    if len(array) and not 0 <= array.min() <= array.max() < vocab_size:
-        raise ValueError(f"the tokenizer gave id {array.max()}, but its vocab_size is {vocab_size}: it must count every special token")
-    return array.astype(dtype_for(vocab_size))
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ValueError(f"the tokenizer gave id {ids.max()}, but its vocab_size is {vocab_size}: it must count every special token")
+    return ids.astype(dtype_for(vocab_size))
 
 # %% ../nbs/02_pretrain_dataset.ipynb #split-long
 CUT = re.compile(r"\n(?=\S)|(?<=\S)(?= \S)")  # after a line end or before a single space: the tokenizer cuts there anyway
@@ -453,17 +452,18 @@ def pieces(
     yield document[start:]
 
 # %% ../nbs/02_pretrain_dataset.ipynb #encode-documents
-def _encode_documents(documents: list[str], tokenizer: Tokenizer) -> list[int]:
+def _encode_documents(documents: list[str], tokenizer: Tokenizer) -> np.ndarray:
     "Ids of documents, each closed by the end-of-text id, encoded on all cores"
     texts, closes = [], []
     for document in documents:
         parts = list(pieces(document))
         texts += parts
         closes += [False] * (len(parts) - 1) + [True]
-    ids = []
+    end = np.array([tokenizer.eot], dtype=np.uint32)
+    ids = [np.empty(0, dtype=np.uint32)]
     for part, last in zip(tokenizer.encode_batch(texts), closes):
-        ids += part + [tokenizer.eot] * last
-    return ids
+        ids += [part, end] if last else [part]
+    return np.concatenate(ids)
 
 
 def _batches(documents: Iterable[str], chars: int = 1 << 20) -> Iterator[list[str]]:

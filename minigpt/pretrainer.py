@@ -694,8 +694,8 @@ def job(
             sample(trainer, words, run.prompt, run.sample_tokens)
         with checkpoint.stop_on_signals(trainer):
             trainer.train()
-        if trainer.stopping:
-            return stopped(trainer)
+            if trainer.stopping:
+                return stopped(trainer)
         if trainer.step > done:
             sample(trainer, words, run.prompt, run.sample_tokens)
         if trainer.is_main_process and trainer.log_file.unwritten:  # the log itself has told why
@@ -708,10 +708,11 @@ def job(
 
 # %% ../nbs/11_launch.ipynb #stopped
 def stopped(
-    trainer,  # ended by `stop_on_signals`, its checkpoint written
+    trainer,  # its checkpoint is written
 ) -> int:  # exit code, as a shell gives it to what a signal ends: 130 for Ctrl-C, 143 for SIGTERM
     "Say where a run that was asked to end can be taken up"
     signum = trainer.stopped_by or signal.SIGTERM  # another rank was asked, and told us
+    trainer.stopped_by = 0  # torchrun asks all to end once one has left: that must not cut short what follows
     if trainer.is_main_process:
         where = f"step {trainer.step} of {trainer.total_steps}"
         complain(f"stopped by {signal.Signals(signum).name} after {where}; {what_is_left(trainer.args)}")

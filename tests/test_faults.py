@@ -133,6 +133,15 @@ def broken(texts, folder):
         return dict(code=launch.end(), text=launch.text, pids=[*ranks.values()])
 
 
+def preempted(texts, folder):
+    "Rank 0 is asked to end, and is slow to say so"
+    script = Path(__file__).with_name("stop_job.py")
+    with launched([*two(script), *job(texts, folder, steps=100_000)[1:]]) as launch:
+        launch.until("checkpoint-20.pth")
+        os.kill(launch.ranks()[0], signal.SIGTERM)
+        return dict(code=launch.end(), text=launch.text)
+
+
 def terminated(texts, folder):
     "torchrun is asked to end"
     with launched([*two(), *job(texts, folder, steps=100_000)]) as launch:
@@ -191,7 +200,7 @@ def swept(texts, folder):
     return json.loads(done.stdout)
 
 
-SCENARIOS = dict(elastic=elastic, broken=broken, whole=whole, terminated=terminated, hangs=lame, leaves=lame, swept=swept)
+SCENARIOS = dict(elastic=elastic, broken=broken, whole=whole, preempted=preempted, terminated=terminated, hangs=lame, leaves=lame, swept=swept)
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +227,13 @@ def test_one_preempted_rank_stops_all_at_its_step(launches):
     step, = re.findall(r"stopped by SIGTERM after step (\d+) of", told["text"])
     assert [event["step"] for event in events(folder, "resume")][1:] == [int(step)] and int(step) >= 80
     assert "Traceback" not in told["text"]
+
+
+def test_a_rank_that_leaves_does_not_cut_short_what_rank_0_says(launches):
+    "torchrun asks all to end once one has left; rank 0 says where it was stopped all the same"
+    folder, told = launches("preempted")
+    step, = re.findall(r"stopped by SIGTERM after step (\d+) of 100000; the same command", told["text"])
+    assert told["code"] != 0 and Checkpointer(folder).newest()[0].name == f"checkpoint-{step}.pth"
 
 
 def test_sigterm_to_torchrun_stops_all_ranks_with_one_checkpoint(launches):

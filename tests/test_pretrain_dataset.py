@@ -260,7 +260,7 @@ class Wide:
     eot, hash, vocab_size = 0, "w", 70_001
 
     def encode_batch(self, texts):
-        return [[int(word) for word in text.split()] for text in texts]
+        return [np.array(text.split(), dtype=np.int64) for text in texts]
 
     def save(self, path):
         Path(path).write_text("{}")
