@@ -180,7 +180,7 @@ def every_lever(work):
 
 def chosen(work: Work, only: list[str] = ()) -> tuple[dict[str, Contender], dict[str, list[str]]]:
     "The contenders that can run here, and the packages that others lack; `only`: words of which a name must hold one"
-    from . import peers  # noqa: F401  their entries
+    from . import lean, peers  # noqa: F401  their entries
 
     wanted = {name: entry for name, entry in REGISTRY.items() if not only or name == PLAIN or any(word in name for word in only)}
     if len(wanted) < 2:

@@ -21,6 +21,7 @@ class Goal:
 GOALS = [
     Goal("train", "over_plain", "training step over plain", "训练一步，比朴素实现", dict(S=3.5, M=4.0)),
     Goal("train", "over_peer", "training step over the fastest packaged peer", "训练一步，比最快的现成训练库", dict(S=2.0, M=1.4)),
+    Goal("train", "over_lean", "training step over a GPT-2 in nanoGPT's style, never behind", "训练一步，比 nanoGPT 风格的 GPT-2，不落后", 1.0),
     Goal("train", "peak_share", "share of the measured bf16 matrix-product peak", "达到实测 bf16 矩阵乘峰值的比例", dict(S=12.0, M=30.0), unit="%"),
     Goal("ddp", "over_never_synced", "DDP processes over processes that never sync, speed", "DDP 进程比从不同步的进程，速度", 0.99),
     Goal("ddp", "over_alone", "DDP processes over one process alone, speed of a process", "DDP 进程比单独一个进程，每进程速度", 0.95),
