@@ -81,7 +81,7 @@ def test_plain_is_as_large_as_ours():
 def test_verdicts_are_computed_and_what_was_not_measured_is_no_success():
     near = lambda value: dict(value=value, low=value, high=value)
     met = lambda figures, command="train": {goal["figure"]: goal["met"] for goal in goals.judged(command, "S", figures)}
-    assert met(dict(over_plain=near(3.5), over_peer=near(1.99))) == dict(over_plain=True, over_peer=False, peak_share=None)
+    assert met(dict(over_plain=near(3.5), over_peer=near(1.99))) == dict(over_plain=True, over_peer=False, over_lean=None, peak_share=None)
     assert met(dict(over_torch=near(1.2)), "start") == dict(over_torch=False)
     assert "not measured" in report.markdown(result()) and "not reached" in report.markdown(result())
 
@@ -106,7 +106,7 @@ def test_train_from_end_to_end(tmp_path):
     assert (plain["name"], ours["name"]) == ("plain", "chapter 04 + bf16") and plain["ratio"]["value"] == 1
     assert ours["ratio"]["low"] <= ours["ratio"]["value"] <= ours["ratio"]["high"]
     assert ours["settings"]["dtype"] == "bfloat16" and 4 < ours["loss"] < 8 and ours["parameters"] == plain["parameters"]
-    assert found["machine"]["cpu"] and found["limits"]["bf16_flops"] > 0 and [goal["met"] for goal in found["goals"]] == [None] * 3
+    assert found["machine"]["cpu"] and found["limits"]["bf16_flops"] > 0 and [goal["met"] for goal in found["goals"]] == [None] * 4
     assert (tmp_path / "train-S.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "train-S.md").read_text(encoding="utf-8")
     assert "chapter 04 + bf16" in text

@@ -1,6 +1,7 @@
 """Chapter 10: the patched Trainer on one, two and three processes. One launch serves all cases and ends with an error on purpose."""
 import socket
 import time
+import weakref
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -317,6 +318,24 @@ def test_torchrun_with_one_process_equals_plain_python(tmp_path, monkeypatch):
         for name in ("first", "second"):
             make_trainer(tmp_path / name, train_batch_size=4).train()
             assert ddp.dist.is_initialized()
+
+
+def test_the_wrapper_is_gone_before_its_group(tmp_path, monkeypatch):
+    "gloo's threads may end a process by a signal at its exit where a wrapper outlives the group"
+    ddp.patch_ddp(Trainer)
+    for name, value in zip(LAUNCHER, (0, 0, 1, 1, "127.0.0.1", *free_ports(1))):
+        monkeypatch.setenv(name, str(value))
+    trainer, leave, gone = make_trainer(tmp_path, train_batch_size=4, max_steps=2), ddp.dist.destroy_process_group, []
+    wrap = trainer.wrap_model
+
+    def watched():
+        wrap()
+        gone.append(weakref.ref(trainer.model))
+
+    trainer.wrap_model = watched
+    monkeypatch.setattr(ddp.dist, "destroy_process_group", lambda: gone.append(gone[0]() is None) or leave())
+    trainer.train()
+    assert gone[1:] == [True]
 
 
 @pytest.mark.parametrize("given", [["RANK"], ["RANK", "WORLD_SIZE"], ["LOCAL_RANK"], list(LAUNCHER[:3]), ["RANK", "WORLD_SIZE", "MASTER_PORT"]])
