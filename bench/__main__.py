@@ -50,25 +50,49 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def device_here() -> str:
+    "The one that is measured unless another is asked for"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def work_of(options) -> Work:
     "The work that the options mean; a ValueError where it can't be done"
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_here() if options.device == "auto" else options.device
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch sees no CUDA GPU here; use --device cpu")
     for name in ("batch", "threads"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value}: give a whole number of 1 or more")
-    return Work(options.size, options.quick, device, options.threads, options.batch or BATCH[device][options.size])
+    if options.only and options.command != "train":
+        raise ValueError("--only: `bench train` alone has contenders to choose from")
+    if options.out == RESULTS and (options.only or options.batch or options.threads != torch.get_num_threads() or device != device_here()):
+        raise ValueError("--only, --batch, --threads and another --device measure something else than the README tells of: give a folder of their own by --out")
+    return Work(options.size, options.quick, device, options.threads, options.batch or BATCH[device][options.size], only=tuple(options.only))
 
 
-def measured(command: str, work: Work, options) -> dict:
+def measured(command: str, work: Work) -> dict:
     "One command's whole result"
-    found = import_module(f".{COMMANDS[command]}", __package__).run(work, options.only)
+    found = import_module(f".{COMMANDS[command]}", __package__).run(work)
     result = dict(command=command, size=work.size, quick=work.quick, date=time.strftime("%Y-%m-%d %H:%M"), limits={}, not_installed={}, notes=[]) | found
     result["goals"] = goals.judged(command, work.size, found["figures"])
     return result | dict(work=work.described(), machine=machine.described())
+
+
+def measure_and_write(command: str, work: Work, options):
+    "One command, from start to its files"
+    result = measured(command, work)
+    paths = report.write(result, options.out)
+    print(report.markdown(result))
+    print("written:", *paths)
+
+
+def tried(command: str, work: Work, options) -> int:
+    "One of all commands: what this machine can't do is told, and the next one comes"
+    try:
+        measure_and_write(command, work, options)
+    except ValueError as error:
+        return complain(f"{command}: {error}")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,14 +104,12 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         work = work_of(options)
         torch.set_num_threads(work.threads)
-        for command in [options.command] if options.command else COMMANDS:
-            result = measured(command, work, options)
-            paths = report.write(result, options.out)
-            print(report.markdown(result))
-            print("written:", *paths)
+        if options.command:
+            measure_and_write(options.command, work, options)
+            return 0
     except (ValueError, OSError) as error:
         return complain(error)
-    return 0
+    return max(tried(command, work, options) for command in COMMANDS)
 
 
 if __name__ == "__main__":

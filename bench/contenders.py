@@ -16,6 +16,9 @@ from .plain import DROP_RATE, PlainGPT
 from .work import CLIP, LEARNING_RATE, SEED, WEIGHT_DECAY, Work
 
 PLAIN, CHAPTER_04, ALL_LEVERS = "plain", "chapter 04", "all levers"
+FASTER = "by hand up to 1024 tokens on a CPU, else sdpa"  # attention, by one rule for all who have the choice
+torch._dynamo.config.recompile_limit = 64  # the plain loops share their code: one graph for each model
+torch._dynamo.config.fail_on_recompile_limit_hit = True  # not eager without a word
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,10 @@ class Runner:
 class PlainLoop(Runner):
     "The loop that everybody writes: forward, loss, backward, clip, update"
 
-    def __init__(self, work: Work, model: nn.Module, forward=Runner.forward, dtype="float32", compiled=False, fused=True):
+    def __init__(self, work: Work, model: nn.Module, forward=Runner.forward, dtype="float32", compiled=False, optimizer=None):
         super().__init__(work, model, dtype)
         self.forward = forward
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=fused or None)
+        self.optimizer = optimizer or build_optimizer(model, LEARNING_RATE, WEIGHT_DECAY)  # the same for all but plain
         whole = lambda model, x, y: cross_entropy(forward(model, x), y)
         self.loss_of = torch.compile(whole) if compiled else whole  # forward and loss in one graph: what serves it best
 
@@ -114,7 +117,7 @@ class PlainLoop(Runner):
 
 
 class OurTrainer(Runner):
-    "What users run: `Trainer.train_step` of chapter 04, its levers set by TrainArgs"
+    "`Trainer.train_step` of chapter 04, its levers set by TrainArgs"
 
     def __init__(self, work: Work, trainer_class=Trainer, flash_attn=False, **levers):
         torch.manual_seed(SEED)
@@ -123,8 +126,8 @@ class OurTrainer(Runner):
         args = TrainArgs(train_batch_size=work.batch, learning_rate=LEARNING_RATE, clip=CLIP, seed=SEED, resume="never", max_steps=1, **levers)
         optimizer = build_optimizer(self.model, LEARNING_RATE, WEIGHT_DECAY)
         self.trainer = trainer_class(self.model, optimizer, args, device=work.device, log=lambda event: None)
-        rows = [row for batch in work.batches for row in zip(*batch)]
-        self.trainer.set_dataset(rows, [row for batch in work.test_batches for row in zip(*batch)])
+        rows_of = lambda batches: [row for batch in batches for row in zip(*batch)]
+        self.trainer.set_dataset(rows_of(work.train_batches), rows_of(work.test_batches))
         self.trainer.setup()
 
     def step(self):
@@ -144,7 +147,8 @@ class OurTrainer(Runner):
 @contender(PLAIN, dtype="float32", attention="by hand", dropout=DROP_RATE, norm="by hand", optimizer="AdamW, as PyTorch gives it")
 def plain(work):
     torch.manual_seed(SEED)
-    return PlainLoop(work, PlainGPT(work.config), fused=False)
+    model = PlainGPT(work.config)
+    return PlainLoop(work, model, optimizer=torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY))
 
 
 def all_levers(work: Work) -> dict:
@@ -173,17 +177,17 @@ ours(f"{CHAPTER_04} + loss in slices", loss_rows=1024)
 ours(f"{CHAPTER_04} + recompute", recompute=True)
 
 
-@contender(ALL_LEVERS, **OURS | dict(dtype="bfloat16", compiled=True, attention="by hand up to 1024 tokens on a CPU, else sdpa"))
+@contender(ALL_LEVERS, **OURS | dict(dtype="bfloat16", compiled=True, attention=FASTER))
 def every_lever(work):
     return OurTrainer(work, **all_levers(work))
 
 
-def chosen(work: Work, only: list[str] = ()) -> tuple[dict[str, Contender], dict[str, list[str]]]:
-    "The contenders that can run here, and the packages that others lack; `only`: words of which a name must hold one"
+def chosen(work: Work) -> tuple[dict[str, Contender], dict[str, list[str]]]:
+    "The contenders that are wanted and can run here, and the packages that others lack"
     from . import lean, peers  # noqa: F401  their entries
 
-    wanted = {name: entry for name, entry in REGISTRY.items() if not only or name == PLAIN or any(word in name for word in only)}
+    wanted = {name: entry for name, entry in REGISTRY.items() if not work.only or name == PLAIN or any(word in name for word in work.only)}
     if len(wanted) < 2:
-        raise ValueError(f"--only {' '.join(only)}: no contender of such a name; there are {', '.join(REGISTRY)}")
+        raise ValueError(f"--only {' '.join(work.only)}: no contender of such a name; there are {', '.join(REGISTRY)}")
     able = {name: entry for name, entry in wanted.items() if work.device == "cuda" or not entry.settings.get("tf32")}
     return {n: e for n, e in able.items() if not e.missing}, {n: e.missing for n, e in able.items() if e.missing}

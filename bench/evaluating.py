@@ -8,7 +8,7 @@ ABOUT = "evaluation of the same windows by one process and by several, each with
 TIMES = 5  # evaluations of a turn
 
 
-def run(work: Work, only: list[str]) -> dict:
+def run(work: Work) -> dict:
     "Evaluations of one rank, of all, and of all in 16 bits"
     world = processes(work)
     one, bf16 = share(work, world), ALL_LEVERS if work.device == "cuda" else f"{CHAPTER_04} + bf16"

@@ -66,9 +66,9 @@ def ratio(
 
 
 def inverse(
-    figure: dict,  # from `ratio`
+    figure: dict,  # from `ratio` or `summary`
 ) -> dict:
-    "The same comparison seen from the other side"
+    "One over it, with the ends of its interval"
     return dict(value=1 / figure["value"], low=1 / figure["high"], high=1 / figure["low"])
 
 

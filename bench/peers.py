@@ -1,11 +1,14 @@
-"""Contenders from packages, each in the settings that serve it best: models of transformers and litgpt, loops of transformers and lightning."""
+"""Contenders from packages, plain and in the settings that serve them best: models of transformers and litgpt, loops of transformers and lightning."""
 import tempfile
 import threading
 import warnings
 
 import torch
 
-from .contenders import PlainLoop, Runner, contender, cross_entropy
+from minigpt.pretrainer_single import build_optimizer
+from minigpt.speed import fused_attention
+
+from .contenders import FASTER, PlainLoop, Runner, contender, cross_entropy
 from .work import CLIP, LEARNING_RATE, SEED, WEIGHT_DECAY, Work
 
 
@@ -62,7 +65,12 @@ class HostedLoop(Runner):
 # ---- models
 
 
-def llama(work: Work, attention: str) -> torch.nn.Module:
+def attention(work: Work) -> str:
+    "The faster one's name in transformers, by the rule that our own contenders follow"
+    return "sdpa" if fused_attention(work.device, work.config.context_length) else "eager"
+
+
+def llama(work: Work) -> torch.nn.Module:
     "LlamaForCausalLM of our shape: same widths, same number of weights"
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -70,11 +78,11 @@ def llama(work: Work, attention: str) -> torch.nn.Module:
     torch.manual_seed(SEED)
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=c.vocab_size, hidden_size=c.emb_dim, intermediate_size=c.hidden_dim, num_hidden_layers=c.n_layers, num_attention_heads=c.n_heads,
-        max_position_embeddings=c.context_length, rms_norm_eps=c.norm_eps, tie_word_embeddings=True, use_cache=False, attn_implementation=attention,
+        max_position_embeddings=c.context_length, rms_norm_eps=c.norm_eps, tie_word_embeddings=True, use_cache=False, attn_implementation=attention(work),
     ))  # fmt: skip
 
 
-def gpt2(work: Work, attention: str) -> torch.nn.Module:
+def gpt2(work: Work) -> torch.nn.Module:
     "GPT2LMHeadModel of our layers, width and heads; learned positions, biases and a feed-forward of four widths are its own"
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -82,7 +90,7 @@ def gpt2(work: Work, attention: str) -> torch.nn.Module:
     torch.manual_seed(SEED)
     return GPT2LMHeadModel(GPT2Config(
         vocab_size=c.vocab_size, n_embd=c.emb_dim, n_layer=c.n_layers, n_head=c.n_heads, n_positions=c.context_length,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation=attention,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation=attention(work),
     ))  # fmt: skip
 
 
@@ -112,25 +120,27 @@ def logits(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 # ---- plain loops
 
 
-def transformers_loop(name: str, make, **settings):
+SETTINGS = dict(optimizer="AdamW, fused", dropout=0.0)
+
+
+def transformers_loop(name: str, make, dtype: str = "bfloat16", compiled: bool = False):
     "A model of transformers in a plain loop"
 
-    @contender(f"transformers {name}", "transformers", optimizer="AdamW, fused", dropout=0.0, loop="plain", **settings)
+    @contender(f"transformers {name}", "transformers", dtype=dtype, attention=FASTER, compiled=compiled, loop="plain", **SETTINGS)
     def build(work):
-        return PlainLoop(work, make(work, settings["attention"]), logits, settings["dtype"], settings["compiled"])
+        return PlainLoop(work, make(work), logits, dtype, compiled)
 
 
-transformers_loop("Llama, fp32", llama, dtype="float32", attention="sdpa", compiled=False)
-transformers_loop("Llama, bf16, sdpa", llama, dtype="bfloat16", attention="sdpa", compiled=False)
-transformers_loop("Llama, bf16, eager attention", llama, dtype="bfloat16", attention="eager", compiled=False)
-transformers_loop("Llama, bf16, eager attention, compiled", llama, dtype="bfloat16", attention="eager", compiled=True)
-transformers_loop("GPT-2, bf16, eager attention, compiled", gpt2, dtype="bfloat16", attention="eager", compiled=True)
+transformers_loop("Llama, fp32", llama, dtype="float32")
+transformers_loop("Llama, bf16", llama)
+transformers_loop("Llama, bf16, compiled", llama, compiled=True)
+transformers_loop("GPT-2, bf16, compiled", gpt2, compiled=True)
 
 
 def litgpt_loop(name: str, compiled: bool):
     "litgpt's model in a plain loop"
 
-    @contender(f"litgpt {name}", "litgpt", optimizer="AdamW, fused", dropout=0.0, loop="plain", dtype="bfloat16", attention="sdpa", compiled=compiled)
+    @contender(f"litgpt {name}", "litgpt", dtype="bfloat16", attention="sdpa", compiled=compiled, loop="plain", **SETTINGS)
     def build(work):
         return PlainLoop(work, lit_gpt(work), dtype="bfloat16", compiled=compiled)
 
@@ -165,7 +175,7 @@ class TransformersTrainer(HostedLoop):
         with tempfile.TemporaryDirectory() as folder:
             args = transformers.TrainingArguments(
                 folder, max_steps=1_000_000, per_device_train_batch_size=work.batch, bf16=True, use_cpu=work.device == "cpu", torch_compile=True,
-                optim="adamw_torch_fused", learning_rate=LEARNING_RATE, lr_scheduler_type="constant", weight_decay=WEIGHT_DECAY, max_grad_norm=CLIP,
+                optim="adamw_torch_fused", learning_rate=LEARNING_RATE, lr_scheduler_type="constant", weight_decay=WEIGHT_DECAY, adam_beta2=0.95, max_grad_norm=CLIP,
                 logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True, seed=SEED, dataloader_pin_memory=False,
             )  # fmt: skip
             InOurOrder(self.model, args, callbacks=[OneByOne()]).train()
@@ -201,7 +211,7 @@ class LightningTrainer(HostedLoop):
                 return self.loss_of(*batch)
 
             def configure_optimizers(self):
-                return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+                return build_optimizer(self, LEARNING_RATE, WEIGHT_DECAY)
 
             def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
                 torch.nn.utils.clip_grad_norm_(self.parameters(), CLIP)  # lightning's own refuses a fused optimizer
@@ -217,11 +227,14 @@ class LightningTrainer(HostedLoop):
         trainer.fit(Module(), ForEver(work.train_batch(step) for step in range(1_000_000)))
 
 
-@contender("transformers.Trainer, Llama, bf16, compiled", "transformers", "accelerate", dtype="bfloat16", attention="eager", compiled=True, loop="transformers.Trainer", optimizer="AdamW, fused", dropout=0.0)
+HOSTED = SETTINGS | dict(dtype="bfloat16", compiled=True)
+
+
+@contender("transformers.Trainer, Llama, bf16, compiled", "transformers", "accelerate", attention=FASTER, loop="transformers.Trainer", **HOSTED)
 def transformers_trainer(work):
-    return TransformersTrainer(work, llama(work, "eager"), "bfloat16")
+    return TransformersTrainer(work, llama(work), "bfloat16")
 
 
-@contender("lightning.Trainer, litgpt GPT, bf16, compiled", "lightning", "litgpt", dtype="bfloat16", attention="sdpa", compiled=True, loop="lightning.Trainer", optimizer="AdamW, fused", dropout=0.0)
+@contender("lightning.Trainer, litgpt GPT, bf16, compiled", "lightning", "litgpt", attention="sdpa", loop="lightning.Trainer", **HOSTED)
 def lightning_trainer(work):
     return LightningTrainer(work, lit_gpt(work), "bfloat16")

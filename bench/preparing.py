@@ -163,7 +163,7 @@ def loaded(work: Work, folder: Path) -> tuple[list[dict], dict]:
     return rows, dict(load_share=shares[OURS], load_mib=rows[0]["memory_mib"])
 
 
-def run(work: Work, only: list[str]) -> dict:
+def run(work: Work) -> dict:
     "Memory of preparing, time and memory of loading"
     if sys.platform != "linux":
         raise ValueError("bench data: reads /proc, so it needs Linux")

@@ -1,5 +1,7 @@
 """Groups of processes that do steps at the same time: ranks of one job, or processes that know nothing of each other."""
+import os
 import socket
+import statistics
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -10,7 +12,7 @@ from .work import Work
 
 
 class Group:
-    "Some processes; a turn lasts as long as the slowest of them"
+    "Some processes; what a turn took is their mean: ranks of one job wait for each other, strangers need not"
 
     def __init__(self, remotes: list[Remote]):
         self.remotes = remotes
@@ -23,7 +25,7 @@ class Group:
         "Seconds of one of some steps or evaluations, done by all at once"
         for remote in self.remotes:
             remote.ask(times, what)
-        return max(self.answers())
+        return statistics.fmean(self.answers())
 
     def close(self):
         "End them, all asked before the first is waited for"
@@ -34,8 +36,16 @@ class Group:
 
 
 def processes(work: Work) -> int:
-    "One a card; two on a CPU"
-    return torch.cuda.device_count() if work.device == "cuda" else 2
+    "One a card; two on a CPU; a ValueError where there is but one card"
+    world = torch.cuda.device_count() if work.device == "cuda" else 2
+    if world < 2:
+        raise ValueError("one card: several processes need two cards or more, or --device cpu")
+    return world
+
+
+def cards() -> list[str]:
+    "Those this job may use, as CUDA_VISIBLE_DEVICES names them"
+    return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
 
 
 def share(work: Work, world: int) -> Work:
@@ -59,7 +69,7 @@ def group(
     "Start the processes of one group"
     port, remotes = free_port(), []
     for rank in range(world):
-        env = dict(CUDA_VISIBLE_DEVICES=str(rank)) if work.device == "cuda" else {}
+        env = dict(CUDA_VISIBLE_DEVICES=cards()[rank]) if work.device == "cuda" else {}
         if synced:
             env |= dict(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         remotes.append(Remote(name, replace(work, rank=rank, world=world), env))

@@ -34,6 +34,8 @@ def goal_rows(found: list[dict], words: dict, chinese: bool) -> list[list[str]]:
     order, rows = {goal.figure: (place, goal) for place, goal in enumerate(GOALS)}, []
     for result in found:
         for goal in result["goals"]:
+            if goal["figure"] not in order:
+                raise ValueError(f"bench readme: {result['command']}-{result['size']} is of an older bench, it knows {goal['figure']}: measure again")
             place, known = order[goal["figure"]]
             target, reached, verdict = goal_cells(goal, words["yes"], words["no"], words["unknown"])
             for text, sign in SIGNS.items():
@@ -52,8 +54,10 @@ def speed_rows(found: list[dict]) -> list[list[str]]:
 def block(found: list[dict], file: str) -> str:
     "What stands between the marks"
     words, machine, quick = WORDS[file], found[-1]["machine"], " --quick" * any(result["quick"] for result in found)
+    if others := {result["machine"]["cpu"] for result in found} - {machine["cpu"]}:
+        raise ValueError(f"bench readme: results of several machines, {', '.join([machine['cpu'], *others])}: measure all on one")
     where = words["where"].format(
-        cpu=machine["cpu"], cores=machine["cores"], torch=machine["packages"]["torch"], quick=quick, date=max(result["date"] for result in found)[:10],
+        cpu=" and ".join([machine["cpu"], *machine["gpus"]]), cores=machine["cores"], torch=machine["packages"]["torch"], quick=quick, date=max(result["date"] for result in found)[:10],
     )  # fmt: skip
     goals = grid([words[name] for name in ("what", "size", "goal", "reached")] + [""], goal_rows(found, words, file != "README.md"))
     speeds = grid([words[name] for name in ("contender", "ratio", "share", "loss")], speed_rows(found))

@@ -41,7 +41,7 @@ def measure(runner: OurTrainer, folder: str, rounds: int) -> dict[str, list[floa
     return times
 
 
-def run(work: Work, only: list[str]) -> dict:
+def run(work: Work) -> dict:
     "What a save blocks, in steps"
     with tempfile.TemporaryDirectory() as folder:
         runner = OurTrainer(work, **all_levers(work))

@@ -20,7 +20,7 @@ def cpu_seconds(code: str) -> float:
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
-def run(work: Work, only: list[str]) -> dict:
+def run(work: Work) -> dict:
     "CPU seconds of each import, over those of torch alone"
     wanted = dict([*IMPORTS.items()][: 3 if work.quick else None])
     able = [code for code, package in wanted.items() if find_spec(package)]

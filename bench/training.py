@@ -5,7 +5,7 @@ from minigpt.speed import flops_per_token
 
 from . import machine
 from .contenders import ALL_LEVERS, PLAIN, chosen
-from .measure import interleave, ratio, scaled, summary
+from .measure import interleave, inverse, ratio, scaled, summary
 from .remote import Remote
 from .work import Work
 
@@ -19,9 +19,9 @@ NOTES = [
 ]
 
 
-def run(work: Work, only: list[str]) -> dict:
+def run(work: Work) -> dict:
     "The table of contenders, the table of memory pages, and the figures that goals are judged by"
-    entries, missing = chosen(work, only)
+    entries, missing = chosen(work)
     before, runners = machine.limits(work), built(work, entries)
     seconds = interleave({name: lambda r=r: r.turn(STEPS) for name, r in runners.items()}, work.rounds)
     limits = machine.better(before, machine.limits(work))
@@ -34,7 +34,7 @@ def run(work: Work, only: list[str]) -> dict:
     if "over_plain" in found:
         found["over_plain"]["note"] = f"{limits['ceiling_over_plain']:.2g}x if a step were its bf16 matrix products alone"
     tables = [dict(title=f"Training step; loss after {runners[PLAIN].done} steps", base=PLAIN, rows=table)]
-    if not only and sys.platform == "linux" and work.device == "cpu":
+    if not work.only and sys.platform == "linux" and work.device == "cpu":
         tables.append(pages_table(work))
     return dict(tables=tables, figures=found, limits=limits, not_installed=missing, notes=NOTES, about=ABOUT)
 
@@ -64,7 +64,7 @@ def figures(rows: list[dict], seconds: dict) -> dict:
     by_name = {row["name"]: row for row in rows}
     found = {}
     if best := by_name.get(ALL_LEVERS):
-        found = dict(over_plain=best["ratio"], peak_share=scaled(best["ratio"], best["peak_share"] / best["ratio"]["value"]))
+        found = dict(over_plain=best["ratio"], peak_share=scaled(inverse(best["step_ms"]), best["peak_share"] * best["step_ms"]["value"]))
     rivals = dict(over_peer=[row for row in rows if not row["ours"]], over_lean=[row for row in rows if row["name"].startswith("lean")])
     for figure, others in rivals.items():
         if best and others:

@@ -25,6 +25,7 @@ class Work:
     rank: int = 0  # which of the processes this is
     world: int = 1  # processes
     accumulate: int = 1  # batches per update
+    only: tuple[str, ...] = ()  # words of which a contender's name must hold one; none: all contenders
 
     @property
     def config(self) -> GPTConfig:
@@ -52,8 +53,14 @@ class Work:
 
     def train_batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         "The batch of a step, another one for each process"
-        train = self.batches[TEST_BATCHES:]
-        return train[(step * self.world + self.rank) % len(train)]
+        return self.train_batches[(step * self.world + self.rank) % len(self.train_batches)]
+
+    @cached_property
+    def train_batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        "What all train on; a ValueError where a batch is too large to leave any"
+        if len(self.batches) <= TEST_BATCHES:
+            raise ValueError(f"--batch {self.batch}: {default_corpus()} holds only {len(self.batches)} batches of that size, and {TEST_BATCHES} are for testing")
+        return self.batches[TEST_BATCHES:]
 
     @property
     def test_batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -146,8 +146,9 @@ def gather_state(self):
 def cleanup(self):
     "Unwrap the model and leave the process group, if we made it"
     self.model = self.unwrap_model()
+    if self.ddp:
+        gc.collect()  # the wrapper holds the group in a reference cycle; it should go before the group does, whoever ends that
     if self.owns_group:
-        gc.collect()  # the wrapper holds the group in a reference cycle; it should go before the group does
         dist.destroy_process_group()
         self.owns_group = False
 

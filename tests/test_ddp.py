@@ -3,7 +3,7 @@ import socket
 import time
 import weakref
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -321,21 +321,17 @@ def test_torchrun_with_one_process_equals_plain_python(tmp_path, monkeypatch):
 
 
 def test_the_wrapper_is_gone_before_its_group(tmp_path, monkeypatch):
-    "gloo's threads may end a process by a signal at its exit where a wrapper outlives the group"
+    "Whoever ends the group: gloo's threads may hang a process, or end it by a signal, where a wrapper outlives it"
     ddp.patch_ddp(Trainer)
-    for name, value in zip(LAUNCHER, (0, 0, 1, 1, "127.0.0.1", *free_ports(1))):
-        monkeypatch.setenv(name, str(value))
-    trainer, leave, gone = make_trainer(tmp_path, train_batch_size=4, max_steps=2), ddp.dist.destroy_process_group, []
-    wrap = trainer.wrap_model
-
-    def watched():
-        wrap()
-        gone.append(weakref.ref(trainer.model))
-
-    trainer.wrap_model = watched
-    monkeypatch.setattr(ddp.dist, "destroy_process_group", lambda: gone.append(gone[0]() is None) or leave())
-    trainer.train()
-    assert gone[1:] == [True]
+    leave, wrap, wrappers, gone = ddp.dist.destroy_process_group, Trainer.wrap_model, [], []
+    monkeypatch.setattr(Trainer, "wrap_model", lambda self: wrap(self) or wrappers.append(weakref.ref(self.model)))
+    monkeypatch.setattr(ddp.dist, "destroy_process_group", lambda *group: gone.append(wrappers[-1]() is None) or leave(*group))
+    for name, own_group in (("own", nullcontext), ("given", process_group)):
+        for variable, value in zip(LAUNCHER, (0, 0, 1, 1, "127.0.0.1", *free_ports(1))):
+            monkeypatch.setenv(variable, str(value))
+        with own_group():
+            make_trainer(tmp_path / name, train_batch_size=4, max_steps=2).train()
+    assert gone == [True, True]
 
 
 @pytest.mark.parametrize("given", [["RANK"], ["RANK", "WORLD_SIZE"], ["LOCAL_RANK"], list(LAUNCHER[:3]), ["RANK", "WORLD_SIZE", "MASTER_PORT"]])
