@@ -60,7 +60,7 @@ def own_device(
 # %% ../nbs/10_ddp.ipynb #init-distributed-mode
 def init_distributed_mode(self):
     "Take the place torchrun gave us, and join the process group; started alone, be rank 0 of 1"
-    self.owns_group = False
+    self.ddp = self.owns_group = False  # should what follows fail, there is nothing to leave
     place = place_from_env()
     self.ddp = place is not None
     place = place or Place(0, 0, 1, 1)
