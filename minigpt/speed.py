@@ -129,7 +129,7 @@ def can_compile(
 # %% ../nbs/07_speed.ipynb #speed-class
 FASTER = 1.3  # bfloat16 is picked where its products are at least so many times faster
 SHARE = 0.4  # of the matrix-product peak that a step reaches before it is compiled, about
-COMPILE_SECONDS, COMPILE_GAIN = {"cpu": 30, "cuda": 60}, 0.12  # what compiling costs, and the share of the training time it saves at least
+COMPILE_SECONDS, COMPILE_GAIN = {"cpu": 30, "cuda": 60}, 0.12  # what compiling costs, and the share of the training time it saves, rounded down
 LOGIT_BYTES = 1 << 30  # logits that take more are cut into slices
 
 
