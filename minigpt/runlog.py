@@ -430,7 +430,7 @@ def _draw_run(ax, events, label, color, x, smooth, y_max):
         shown, bad = f"{label}: {name.partition('_')[0]}", [a for a, v in zip(at, values) if not math.isfinite(v)]
         above = sum(v > y_max for v in values) if y_max else 0
         if smooth > 1 and name == "train_loss":
-            ax.plot(at, values, color=color, lw=0.6, alpha=0.25)
+            ax.plot(at, values, color=color, lw=0.9, alpha=0.25)
             values, shown, style = trailing_mean(values, smooth), f"{shown}, mean of last {smooth} records", dict(lw=1.6, alpha=0.9)
         if len(values) - len(bad) < 3:
             style = {**style, "marker": "."}  # single points make no line
