@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CHECKPOINT_FIELDS', 'SIDECAR_FIELDS', 'CURES', 'HashedFile', 'sync_folder', 'write_whole', 'step_of', 'read_sidecar',
-           'damage', 'Checkpointer', 'read_checkpoint', 'snapshot', 'wait_for', 'run_identity', 'free_settings',
-           'differences', 'stop_on_signals']
+           'sha256_of', 'damage', 'Checkpointer', 'read_checkpoint', 'snapshot', 'wait_for', 'run_identity',
+           'free_settings', 'differences', 'stop_on_signals']
 
 # %% ../nbs/06_checkpoint.ipynb #imports
 import errno
@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 
-# %% ../nbs/06_checkpoint.ipynb #imports-minigpt
 from .pretrainer_single import patch_to
 
 # %% ../nbs/06_checkpoint.ipynb #checkpoint-fields
@@ -74,6 +73,7 @@ def sync_folder(folder: Path):
 def write_whole(
     path: Path,  # final name
     write,  # callable that writes into the open file it is given
+    announce=lambda facts: None,  # callable that is told what this returns, before the file gets its final name
 ) -> dict:  # bytes and sha256 of what was written
     "A file that is there whole or not at all, whatever ends this process or this machine; OSError with its name where it can't be written"
     temporary = path.with_name(path.name + ".tmp")
@@ -84,6 +84,8 @@ def write_whole(
             write(hashed)
             file.flush()
             os.fsync(file.fileno())
+        facts = dict(bytes=hashed.bytes, sha256=hashed.sha256.hexdigest())
+        announce(facts)
         os.replace(temporary, path)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
@@ -91,7 +93,7 @@ def write_whole(
             temporary.unlink()
         cause = hashed and hashed.error or error
         raise OSError(getattr(cause, "errno", None), getattr(cause, "strerror", None) or str(cause), str(path)) from None
-    return dict(bytes=hashed.bytes, sha256=hashed.sha256.hexdigest())
+    return facts
 
 # %% ../nbs/06_checkpoint.ipynb #sidecar
 SIDECAR_FIELDS = {"step": int, "serial": int, "bytes": int, "sha256": str, "eval_loss": (float, int, type(None))}
@@ -112,12 +114,21 @@ def read_sidecar(
     try:
         with open(path.with_suffix(".json"), encoding="utf-8") as file:
             facts = json.loads(file.read(4096))
+        coming = facts.pop("coming", None)  # its step was being written again: which of the two files is there?
+        if coming and path.is_file() and sha256_of(path) == coming["sha256"]:
+            facts = coming
         whole = all(isinstance(facts[name], kind) for name, kind in SIDECAR_FIELDS.items())
         return facts if whole and step_of(path) in (facts["step"], None) else None  # None: under a name that somebody gave it
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 # %% ../nbs/06_checkpoint.ipynb #damage
+def sha256_of(path: Path) -> str:
+    "The hash of a whole file"
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def damage(
     path: Path,  # of the checkpoint
 ) -> str | None:
@@ -131,9 +142,7 @@ def damage(
         size = path.stat().st_size
         if size != facts["bytes"]:
             return f"{size} bytes long, {facts['bytes']} when it was written"
-        with open(path, "rb") as file:
-            same = hashlib.file_digest(file, "sha256").hexdigest() == facts["sha256"]
-        return None if same else "altered since it was written: its SHA-256 is another"
+        return None if sha256_of(path) == facts["sha256"] else "altered since it was written: its SHA-256 is another"
     except OSError as error:
         return f"can't be read: {error.strerror}"
 
@@ -163,17 +172,21 @@ class Checkpointer:
 @patch_to(Checkpointer)
 def write(self, state: dict) -> tuple[int, Path]:
     "The file, then its sidecar; then what is no longer kept goes"
-    step = state["step"]
+    step, loss = state["step"], state["eval_loss"]
     path = self.folder / f"checkpoint-{step}.pth"
     self.folder.mkdir(parents=True, exist_ok=True)
     self.sweep()
-    serial = 1 + max((read_sidecar(old)["serial"] for old in self.complete()), default=0)
-    loss = state["eval_loss"]
     if path.is_file() and damage(path):  # perhaps the only copy of something: another keeper's file has no sidecar either
         os.replace(path, path.with_name(path.name + ".damaged"))
-    facts = write_whole(path, lambda file: torch.save(state, file))
-    facts |= dict(step=step, serial=serial, eval_loss=loss if loss is not None and math.isfinite(loss) else None)
-    write_whole(path.with_suffix(".json"), lambda file: file.write(json.dumps(facts, indent=1).encode()))
+    serial = 1 + max((read_sidecar(old)["serial"] for old in self.complete()), default=0)
+    more = dict(step=step, serial=serial, eval_loss=loss if loss is not None and math.isfinite(loss) else None)
+
+    def note(facts):
+        write_whole(path.with_suffix(".json"), lambda file: file.write(json.dumps(facts, indent=1).encode()))
+
+    old = read_sidecar(path) if path.is_file() else None  # the same step, whole: until the end one of the two must be found
+    announce = lambda facts: old and note({**old, "coming": facts | more})
+    note(write_whole(path, lambda file: torch.save(state, file), announce) | more)
     self.forget(path)
     return step, path
 
@@ -370,7 +383,7 @@ def weights(
 def stop_on_signals(
     trainer,  # anything with `stop(signum)` and `stopped_by`
 ):
-    "Within: Ctrl-C, SIGTERM or a closed terminal lets the trainer finish its step, save and end; a second one raises"
+    "Within: after Ctrl-C, SIGTERM or a closed terminal the next step is the trainer's last, then it saves and ends; a second one raises"
 
     def handle(signum, frame):
         if trainer.stopped_by:

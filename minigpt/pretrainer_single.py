@@ -200,11 +200,13 @@ def choose(
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() and alone else "cpu"
     if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
         raise ValueError(f"--device {device}: choose auto, cpu, mps, cuda or cuda:N")
-    kind = device.partition(":")[0]
+    kind, _, number = device.partition(":")
     if kind == "mps" and not torch.backends.mps.is_available():
         raise ValueError("--device mps: PyTorch sees no Apple GPU here; use --device cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: PyTorch sees no CUDA GPU here (nvidia-smi, CUDA_VISIBLE_DEVICES); use --device cpu")
+    if number and int(number[:9]) >= (cards := torch.cuda.device_count()):
+        raise ValueError(f"--device {device}: {cards} visible GPU(s), counted from cuda:0; give one of them, or --device cuda")
     dtype = choose_dtype(kind, dtype, use_mixed_precision)
     if backend == "auto":
         backend = "nccl" if kind == "cuda" else "gloo"
@@ -269,6 +271,8 @@ def rng_state(
     state = dict(python=random.getstate(), numpy=numpy_state, torch=torch.get_rng_state(), device=None)
     if device.type == "cuda":
         state["device"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":  # under a name of its own: neither fits the other's generator
+        state["mps"] = torch.mps.get_rng_state()
     return state
 
 
@@ -283,6 +287,8 @@ def set_rng_state(
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["device"] is not None:
         torch.cuda.set_rng_state(state["device"], device)
+    elif device.type == "mps" and "mps" in state:
+        torch.mps.set_rng_state(state["mps"])
 
 # %% ../nbs/04_pretrainer_single.ipynb #file-helpers
 def patch_to(cls):
@@ -315,7 +321,9 @@ class PlainCheckpoints:
 
     def weights(self, path, now: dict) -> dict:
         "The weights alone"
-        return self.take_up(path, now)[0]["model_state"]
+        state, _ = self.take_up(path, now)
+        with fitting(path):
+            return state["model_state"]
 
     def save(self, state: dict):
         "Write the state of one step"
@@ -701,7 +709,7 @@ def stop(
     self,
     signum: int = 15,  # the signal that asks; 15 is SIGTERM
 ):
-    "Ask for an end after this step, with a checkpoint; one rank's wish is enough, and a signal handler may call it"
+    "Ask for an end: the next step is the last, since its opening exchange tells all ranks; then a checkpoint; a signal handler may call it"
     self.stopped_by = signum
 
 
@@ -741,21 +749,24 @@ def autocast(self):
     return torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 # %% ../nbs/04_pretrainer_single.ipynb #finish-step
-MAX_SKIPPED = 20  # updates in a row that `--on_nan skip` leaves out
+MAX_SKIPPED = 20  # updates in a row that may be left out: enough for a scale of 65,536 to come down to 1/16
 
 
 @patch_to(Trainer)
 def finish_step(self, seen):
     "Update the weights, unless the gradient is not finite; `seen` is this rank's loss in nats and its tokens"
-    # with a scaler an infinite norm is normal: the scaler itself leaves that update out
-    if self.scaler.is_enabled() or self.check_finite("gradient norm", self.grad_norm.item()):
+    norm, scaled = self.grad_norm.item(), self.scaler.is_enabled()
+    # with a scaler an infinite norm is normal: the scaler itself leaves that update out, and tries a smaller scale
+    finite = math.isfinite(norm) if scaled else self.check_finite("gradient norm", norm)
+    if finite or scaled:
         self.optimizer_step()
-        self.skipped_in_a_row = 0
     else:
-        self.skipped_steps, self.skipped_in_a_row = self.skipped_steps + 1, self.skipped_in_a_row + 1
         self.optimizer.zero_grad(set_to_none=True)
-        if self.skipped_in_a_row == MAX_SKIPPED:
-            raise FloatingPointError(f"step {self.step + 1}: {MAX_SKIPPED} updates in a row left out: this is no accident; see chapter 05 on sick runs")
+    self.skipped_steps += not finite
+    self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+    if self.skipped_in_a_row == MAX_SKIPPED:
+        why = "at any loss scale: bad data, or --dtype float16 is too narrow here" if scaled else "this is no accident; see chapter 05 on sick runs"
+        raise FloatingPointError(f"step {self.step + 1}: {MAX_SKIPPED} updates in a row left out, as their gradient norm was not finite: {why}")
     if self.args.on_nan == "stop" or seen.isfinite().all():
         self.loss_acc += seen
 
@@ -804,7 +815,7 @@ def evaluate(self):
         for x, y in self.eval_loader:
             x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
             with self.autocast():
-                loss, tokens = token_loss(model(x), y)
+                loss, tokens = micro_loss(model, x, y, self.choices.loss_rows)  # not compiled: batches of other sizes
             totals += torch.stack([loss, tokens])
     finally:
         model.train(was_training)
@@ -912,14 +923,14 @@ COUNTERS = ("step", "epoch", "position", "samples_seen", "tokens_seen", "skipped
 def load_checkpoint(self, path) -> list[str]:
     "Go on from a checkpoint: weights, optimizer, scaler, random state and place in the data; returns what to tell"
     state, notes = self.checkpointer.take_up(path, self.described())  # refuses another run's
-    notes += self.take_levers(state["choices"])
     with fitting(path):
+        notes += self.take_levers(state["choices"])
         self.load_state(state)
         self.scaler.load_state_dict(state["scaler_state"])
         if self.is_main_process:  # the sum over ranks lives on rank 0 from here on
             self.loss_acc += torch.tensor(state["loss_accumulator"], dtype=self.loss_acc.dtype, device=self.device)
-    for name in COUNTERS:
-        setattr(self, name, state[name])
+        for name in COUNTERS:
+            setattr(self, name, state[name])
     self.last_checkpoint = path
     return notes
 
@@ -930,15 +941,16 @@ def fitting(path):
     try:
         yield
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: does not fit this run: {' '.join(str(error).split())[:300]}") from None
+        what = f"lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:300]
+        raise ValueError(f"{path}: does not fit this run: {what}") from None
 
 # %% ../nbs/04_pretrainer_single.ipynb #load-weights
 @patch_to(Trainer)
 def load_weights(self, path) -> list[str]:
     "A new run from another's weights; returns what to tell"
     weights = self.checkpointer.weights(path, self.described())
-    weights = {re.sub(r"^((module|_orig_mod)\.)+", "", name): value for name, value in weights.items()}  # what DDP and torch.compile prefix
     with fitting(path):
+        weights = {re.sub(r"^((module|_orig_mod)\.)+", "", name): value for name, value in weights.items()}  # what DDP and torch.compile prefix
         self.unwrap_model().load_state_dict(weights)
     return [f"weights from {path}; optimizer, schedule and data begin anew"]
 

@@ -170,15 +170,22 @@ class RunLog(_LogFiles):
 # %% ../nbs/05_runlog.ipynb #parse-measurement
 _TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
 _STEPS = re.compile(r"\bsteps: (\d{1,15})/(\d{1,15})")
-_FIELD = re.compile(r"(?<![\w/])([A-Za-z_][\w/]*)\s*[:=]\s*([-+]?(?:nan|inf(?:inity)?|\d++(?:\.\d*+)?(?:e[-+]?\d++)?))\s?([KMGT]?B?)(?![\w.:])", re.I)
+_FIELD = re.compile(r"""
+    (?<![\w/])([A-Za-z_][\w/]*)                                           # a name, such as tokens/s, from its beginning
+    \s*[:=]\s*                                                            # train_loss: 3.5 and lr=1e-3
+    ([-+]?(?:nan|inf(?:inity)?|\d++(?:\.\d*+)?(?:e[-+]?\d++)?))           # a number; what it has taken it keeps: no second try on junk
+    \s?([KMGT]?B?)                                                        # 1.31M tokens, 512MB
+    (?![\w.:])                                                            # and its end: not 09:30, not 2.10.1
+    """, re.I | re.X)  # fmt: skip
 _ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")  # colours and cursor moves of terminals
 _NAMES = {"tokens/s": "tokens_per_s", "memory": "memory_mb"}
 
 
-def _number(digits, unit):
-    "The value of a field in the unit of the schema: 1.31M tokens, 2GB as 2000 MB"
-    value = float(digits) * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.get(unit[:1].upper(), 1)
-    return math.nan if not math.isfinite(value) else value / 1e6 if unit.upper().endswith("B") else value
+def _number(name, digits, unit):
+    "The value of a field in the unit of the schema: 1.31M or 1.31B tokens, 2GB of memory as 2000 MB"
+    is_memory, unit = "mem" in name.lower(), unit.upper()
+    value = float(digits) * {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "B": 1 if is_memory else 1e9}.get(unit[:1], 1)
+    return math.nan if not math.isfinite(value) else value / 1e6 if is_memory and unit.endswith("B") else value
 
 
 def _parse_measurement(line):
@@ -186,32 +193,50 @@ def _parse_measurement(line):
     steps, times = _STEPS.search(line), _TIME.findall(line[: line.find("steps:")])
     if times:  # what stands before the last time is a progress bar or a line cut off
         line = line[line.rfind(times[-1]) + len(times[-1]) :]
-    fields = {_NAMES.get(name, name): _number(digits, unit) for name, digits, unit in _FIELD.findall(line) if name != "steps"}
+    fields = {_NAMES.get(name, name): _number(name, digits, unit) for name, digits, unit in _FIELD.findall(line) if name != "steps"}
     if not steps or not {"train_loss", "eval_loss"} & set(fields):
         return None
     kind = "eval" if "eval_loss" in fields else "train"
     return {**fields, "event": kind, "time": times[-1] if times else None, "step": int(steps[1]), "total_steps": int(steps[2])}
 
 # %% ../nbs/05_runlog.ipynb #parse-other
-_OTHERS = [  # event, pattern; groups are the fields
+_OTHERS = [  # the same of other programs, anywhere in a line
     ("start", r"start epoch:(?P<epoch>\d{1,15}) from step:(?P<step>\d{1,15})"),
-    ("start", r"start: (?P<text>.*)"),
     ("resume", r"^(?>.*?resume from: )(?P<from_path>.*) at step (?P<step>\d{1,15})"),
     ("save", r"save checkpoint: (?P<path>.+)"),
-    ("sample", r"sample: (?P<text>.*)"),
-    ("end", r"(?:end|train use time): (?P<minutes>\d+(?:\.\d+)?) ?min(?:, step (?P<step>\d{1,15}))?"),
-    ("note", r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (?:note: )?(?!lr=)(?P<text>.+)"),
+    ("end", r"train use time: (?P<minutes>\d+(?:\.\d+)?) ?min"),
+    ("note", r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (?!lr=)(?P<text>.+)"),
 ]
 _KINDS = dict(epoch=int, step=int, minutes=float)
 
 
 def _parse_other(line):
     "Any other event from a human line: whatever bears a time is at least a note"
-    for kind, pattern in _OTHERS:
-        if match := re.search(pattern, line):
+    time_ = _TIME.search(line)
+    return _first(_OTHERS, re.search, line, time_ and time_[0])
+
+
+def _first(patterns, find, text, time_):
+    for kind, pattern in patterns:
+        if match := find(pattern, text):
             fields = {k: _KINDS.get(k, str)(v) for k, v in match.groupdict().items() if v is not None}
-            time_ = _TIME.search(line)
-            return dict(event=kind, time=time_[0] if time_ else None, **fields)
+            return dict(event=kind, time=time_, **fields)
+
+# %% ../nbs/05_runlog.ipynb #parse-ours
+_OURS = [  # event, what `log_line` writes behind the time; groups are the fields
+    ("note", r" note: (?P<text>.+)"),
+    ("sample", r" sample: (?P<text>.*)"),
+    ("start", r" start: (?P<text>.*)"),
+    ("resume", r" resume from: (?P<from_path>.*) at step (?P<step>\d{1,15})"),
+    ("save", r" save checkpoint: (?P<path>.+)"),
+    ("end", r" end: (?P<minutes>\d+(?:\.\d+)?) ?min(?:, step (?P<step>\d{1,15}))?"),
+]
+
+
+def _parse_ours(line):
+    "An event of ours that is no measurement: known by the word behind the time, so that what a text quotes doesn't count"
+    time_ = _TIME.search(line)
+    return time_ and _first(_OURS, re.match, line[time_.end() :], time_[0])
 
 # %% ../nbs/05_runlog.ipynb #parse-line
 def parse_line(
@@ -222,7 +247,7 @@ def parse_line(
         return from_json(line)
     rank = re.match(r"\[rank (\d{1,9})\] ", line)
     line = line[rank.end() :] if rank else line
-    event = _parse_measurement(line) or _parse_other(line)
+    event = _parse_ours(line) or _parse_measurement(line) or _parse_other(line)
     return {**event, "rank": int(rank[1])} if event and rank else event
 
 # %% ../nbs/05_runlog.ipynb #parse-log
@@ -405,8 +430,8 @@ def _draw_run(ax, events, label, color, x, smooth, y_max):
         shown, bad = f"{label}: {name.partition('_')[0]}", [a for a, v in zip(at, values) if not math.isfinite(v)]
         above = sum(v > y_max for v in values) if y_max else 0
         if smooth > 1 and name == "train_loss":
-            ax.plot(at, values, color=color, lw=0.6, alpha=0.4)
-            values, shown = trailing_mean(values, smooth), f"{shown}, mean of last {smooth} records"
+            ax.plot(at, values, color=color, lw=0.9, alpha=0.25)
+            values, shown, style = trailing_mean(values, smooth), f"{shown}, mean of last {smooth} records", dict(lw=1.6, alpha=0.9)
         if len(values) - len(bad) < 3:
             style = {**style, "marker": "."}  # single points make no line
         ax.plot(at, values, color=color, label=shown + f", {above} points above" * bool(above), **style)
@@ -497,6 +522,7 @@ def run_labels(
 def _drawable(labels, title):
     "Names that can be drawn, and the fonts for it: without a font, numbers stand for names and a line says which"
     labels, title = [label.replace("$", r"\$") for label in labels], title.replace("$", r"\$")  # no formulas
+    labels = [" " * label.startswith("_") + label for label in labels]  # matplotlib leaves names that begin with _ out of legends
     fonts = font_for("".join(labels) + title)
     if fonts:
         return labels, title, fonts
@@ -568,12 +594,12 @@ def health_line(
     "Where a run stands: loss among its baselines, gap, gradient norm, rate, batch, what was not finite"
     events = stitch(events)
     rows = [e for e in events if _measured(e)]
-    finite = [e for e in rows if _is_finite(e.get("eval_loss"))] or [e for e in rows if _is_finite(e.get("train_loss"))]
     if not rows:
         return "nothing measured yet"
-    parts, last = [f"step {rows[-1]['step']}"], finite[-1] if finite else {}
+    finite = [(e, name) for name in ("train_loss", "eval_loss") for e in rows if _is_finite(e.get(name))]  # an evaluation before all else
+    parts = [f"step {rows[-1]['step']}"]
     if finite:
-        name = "eval_loss" if last.get("eval_loss") is not None else "train_loss"
+        last, name = finite[-1]
         behind = f" (at step {last['step']})" if last is not rows[-1] else ""
         parts.append(f"{name} {last[name]:.4g}{behind}")
         parts += [f"{last[name] - nats:+.3g} to {BASELINES[line]}" for line, nats in run_baselines(events).items()]
@@ -590,7 +616,8 @@ def _vital_signs(rows):
         signs.append(f"lr {max(e['lr'] for e in rows if _is_finite(e.get('lr'))):.2g} at most")
     if _is_finite(rows[-1].get("tokens")) and rows[-1]["step"]:
         signs.append(f"{rows[-1]['tokens'] / rows[-1]['step']:.0f} tokens/update")
-    bad = sum(not _is_finite(e.get("train_loss", 0)) for e in rows)
+    losses = [[e[name] for name in ("train_loss", "eval_loss") if e.get(name) is not None] for e in rows]
+    bad = sum(not all(map(_is_finite, both)) for both in losses)
     return signs + [f"{bad} of {len(rows)} records not finite"] * bool(bad)
 
 # %% ../nbs/05_runlog.ipynb #watch-run

@@ -2,6 +2,7 @@
 
 Real kills and full disks are in test_faults.py; here an exception that nothing catches ends a save at each of its stages.
 """
+import io
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import pickle
 import signal
 import threading
 import zipfile
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -506,15 +508,95 @@ def killed_in(stage):
 @pytest.mark.parametrize("step", [1, 2], ids=["same step", "next step"])
 def test_c01_a_save_that_is_cut_off_leaves_what_was_there(stage, step, tmp_path):
     "C01: the old or the new one, whole; what is left of the cut one goes with the next save; 200 real kills are in bench/kill_sweep.py"
-    keeper = saved(tmp_path, 0, 1)
+    keeper = saved(tmp_path, 1)
     patches = killed_in(stage)
     with patches[0], patches[1], patches[2], pytest.raises(Killed):
         keeper.write({"step": step, "eval_loss": None, "x": torch.full((1000,), 9.0)})
     path = Checkpointer(tmp_path).newest()[0]
-    assert path.name in ("checkpoint-0.pth", "checkpoint-1.pth") and damage(path) is None
-    assert torch.load(path)["x"][0] == torch.load(path)["step"]
+    assert path.name == "checkpoint-1.pth" and damage(path) is None
+    assert torch.load(path)["x"].unique().tolist() in ([1.0], [9.0])
     saved(tmp_path, 3)
     assert names(tmp_path, "*.tmp") == [] and Checkpointer(tmp_path).newest()[0].name == "checkpoint-3.pth"
+
+
+@contextmanager
+def killed_at(n):
+    "A save that ends before its call number `n` that touches the disk"
+    calls = itertools.count()
+
+    def counted(plain):
+        def call(*args):
+            if next(calls) == n:
+                raise Killed
+            return plain(*args)
+
+        return call
+
+    def in_halves(state, file, plain=torch.save):
+        "PyTorch's writer would turn our exception into its own"
+        plain(state, buffer := io.BytesIO())
+        half = buffer.tell() // 2
+        file.write(buffer.getvalue()[:half])
+        file.write(buffer.getvalue()[half:])
+        file.flush()
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(torch, "save", in_halves))
+        for place, name in ((checkpoint.HashedFile, "write"), (os, "fsync"), (os, "replace"), (Path, "unlink")):
+            patches.enter_context(mock.patch.object(place, name, counted(getattr(place, name))))
+        yield
+
+
+@pytest.mark.parametrize("keep_last", [0, 1])
+def test_c01_a_step_that_is_written_again_is_there_at_every_moment(keep_last, tmp_path):
+    "C01: killed before any call, and killed again in the next attempt: one of those that were begun, with its own evaluation loss"
+    told = set()
+
+    def write_again(folder, value, n):
+        try:
+            with killed_at(n):
+                Checkpointer(folder, keep_last).write({"step": 20, "eval_loss": value, "x": torch.full((1000,), value)})
+        except Killed:
+            return False
+        return True
+
+    def value_of(folder):
+        path, notes = Checkpointer(folder).newest()
+        assert path and not notes and damage(path) is None
+        value = torch.load(path)["x"].unique().item()
+        assert checkpoint.read_sidecar(path)["eval_loss"] == value == checkpoint.read_sidecar(Checkpointer(folder).best())["eval_loss"]
+        return value
+
+    def attempt(n, m):
+        folder = tmp_path / f"{n}-{m}"
+        keeper = Checkpointer(folder, keep_last)
+        keeper.write({"step": 20, "eval_loss": 1.0, "x": torch.full((1000,), 1.0)})
+        ended = write_again(folder, 2.0, n)
+        told.add(before := value_of(folder))
+        assert before in ((2.0,) if ended else (1.0, 2.0))
+        again = write_again(folder, 3.0, m)
+        told.add(value := value_of(folder))
+        assert value in ((3.0,) if again else (before, 3.0))
+        keeper.write({"step": 20, "eval_loss": 4.0, "x": torch.full((1000,), 4.0)})
+        assert value_of(folder) == 4.0 and sorted(path.name for path in folder.iterdir()) == ["checkpoint-20.json", "checkpoint-20.pth"]
+        assert "coming" not in (folder / "checkpoint-20.json").read_text()
+        return ended, again
+
+    calls = next(n for n in itertools.count() if attempt(n, 0)[0])
+    assert calls > 12
+    for n, m in itertools.product(range(calls + 1), range(1, calls + 1)):
+        attempt(n, m)
+    assert told == {1.0, 2.0, 3.0}
+
+
+@pytest.mark.parametrize("coming", ["x", 5, [1], {}, {"sha256": 1}, {"step": 3}])
+def test_c27_an_odd_sidecar_is_no_traceback(coming, tmp_path):
+    saved(tmp_path, 2, 3)
+    sidecar = tmp_path / "checkpoint-3.json"
+    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | dict(coming=coming)))
+    assert Checkpointer(tmp_path).newest()[0].name in ("checkpoint-2.pth", "checkpoint-3.pth")
+    sidecar.write_text(json.dumps([coming]))
+    assert Checkpointer(tmp_path).newest()[0].name == "checkpoint-2.pth"
 
 
 def test_a_failed_save_leaves_no_temporary_file_and_the_old_one_whole(tmp_path):

@@ -3,11 +3,13 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,7 +176,7 @@ def test_l05_junk_is_counted_not_raised(tmp_path, name):
     assert [e["step"] for e in events] == [1, 2, 3, 4] and events.ignored == 7
     assert math.isnan(events[0]["train_loss"]) and math.isnan(events[1]["eval_loss"]) and events[2]["train_loss"] == 3.25
     plot_runs([tmp_path], out=tmp_path / "f.png")
-    assert "2 of 4 records not finite" in health_line(events)
+    assert "3 of 4 records not finite" in health_line(events)  # two training losses and an evaluation
 
 
 @pytest.mark.parametrize("junk", [
@@ -188,6 +190,47 @@ def test_l05_what_other_programs_write_is_ignored_quickly(junk):
     events = parse_log(junk + "\n")
     assert events == [] and events.ignored == 1 and time.monotonic() - begin < 10
     assert run_baselines([dict(event="start", baselines=dict(bigram="low"))]) == {}
+
+
+@pytest.mark.parametrize("said, kind", [
+    ("sample: 'Let us start: now' -> 'the end: 5 min'", "sample"), ("note: 'end: 5 min'", "note"), ("note: resume from: a at step 3", "note"),
+    ("note: train_loss: 3.0, steps: 5/9", "note"), ("sample: 'start epoch:0 from step:0'", "sample"), ("note: save checkpoint: x", "note"),
+    ("start: 5 parameters", "start"), ("resume from: a at step 3/x.pth at step 12", "resume"), ("end: 2.9 min, step 10", "end"),
+    ("so the end: 5 min", "note"), ("device:cuda:0-save checkpoint: x.pth", "save"),
+])  # fmt: skip
+def test_l05_an_event_is_known_by_the_word_behind_its_time(said, kind):
+    "L05: what a text quotes starts, ends and measures nothing"
+    for head in ("", "[rank 1] ", "half a li"):
+        told = parse_log(f"{head}2026-01-05 09:30:01 {said}\n")
+        assert [e["event"] for e in told] == [kind] or head == "half a li" and "so the" in said
+    assert kind != "resume" or (told[0]["step"], told[0]["from_path"]) == (12, "a at step 3/x.pth")
+
+
+@pytest.mark.parametrize("said, name, value", [
+    ("tokens: 1.31B", "tokens", 1.31e9), ("tokens: 1.31M", "tokens", 1.31e6), ("tokens: 7", "tokens", 7), ("tokens: 2T", "tokens", 2e12),
+    ("memory: 512MB", "memory_mb", 512), ("memory: 2GB", "memory_mb", 2000), ("memory: 5000000B", "memory_mb", 5), ("params: 7B", "params", 7e9),
+])  # fmt: skip
+def test_l05_units_of_other_programs(said, name, value):
+    "L05: B is bytes for memory alone, elsewhere a billion"
+    (event,) = parse_log(f"2026-01-05 09:30:01 train_loss: 3.5, {said}, steps: 2/9\n")
+    assert event[name] == pytest.approx(value)
+
+
+def test_the_schema_names_every_field_of_a_run(tmp_path, monkeypatch):
+    "the table of chapter 05 against what two sessions of the command line write"
+    from test_pretrainer import SMALL, cli
+
+    monkeypatch.setenv("MINIGPT_DATA", str(tmp_path / "data"))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("\n".join(f"Anna sees Pierre {i % 7} times, and Sonya hears {i % 5}." for i in range(600)), encoding="utf-8")
+    options = ["--dataset_path", tmp_path / "texts", "--output_dir", tmp_path / "run", "--device", "cpu", "--eval_steps", 2, "--save_steps", 2, *SMALL]
+    assert [cli(*options, "--max_steps", steps) for steps in (3, 4)] == [0, 0]
+    cells = json.loads((Path(__file__).parent.parent / "nbs" / "05_runlog.ipynb").read_text(encoding="utf-8"))["cells"]
+    table = set(re.findall(r"`(\w+)`", "".join(next(cell for cell in cells if cell["id"] == "schema")["source"])))
+    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    kinds = {e["event"] for e in events}
+    assert kinds == {"start", "train", "eval", "resume", "save", "sample", "note", "end"}
+    assert {name for e in events for name in e} | kinds <= table
 
 
 def test_l05_empty_files_and_every_cut_of_a_log(tmp_path):
@@ -300,6 +343,16 @@ def test_t27_health_line_says_what_the_poor_loss_needs():
     assert "grad_norm" in line and "64 tokens/update" in line and "lr 0.001" in line
 
 
+@pytest.mark.parametrize("before", [[], [record(50, kind="eval")]])
+def test_t27_an_evaluation_that_is_not_finite_is_not_the_loss(before):
+    "T27: the last finite evaluation speaks, or else the training loss; the other one is counted"
+    baselines = dict(event="start", step=0, baselines=dict(ln_vocab=3.2))
+    line = health_line([baselines, *before, record(100, 3.0, kind="eval") | dict(eval_loss=math.nan)])
+    assert line.startswith("step 100, eval_loss 3.6 (at step 50), +0.4 to ln V" if before else "step 100, train_loss 3, -0.2 to ln V")
+    assert "nan" not in line and f"1 of {len(before) + 1} records not finite" in line
+    assert "not finite" not in health_line([baselines, record(100, 3.0) | dict(eval_loss=None)])  # a run without evaluation windows
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
 def test_d08_a_narrow_console_degrades_and_the_files_stay_utf8(tmp_path, encoding):
     console = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
@@ -403,6 +456,12 @@ def test_a_font_installed_after_matplotlib_made_its_list_is_found(tmp_path, monk
         assert runlog.font_for("𡈽") == ["DejaVu Sans", "Boxes For Tests"]
     finally:
         font_manager.fontManager.ttflist[:] = before
+
+
+def test_labels_that_begin_with_an_underscore_stay_in_the_legend():
+    "Matplotlib leaves such names out"
+    figure = plot_runs([[record(1), record(2)]] * 2, labels=["_old", "new"])
+    assert [name.split(":")[0].strip() for name in legend(figure)] == ["_old", "new"]
 
 
 def test_chinese_labels_take_an_installed_font_that_has_them(tmp_path):

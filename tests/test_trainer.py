@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import minigpt.pretrainer_single as single
-from minigpt.pretrainer_single import BatchOrder, TrainArgs, build_optimizer, choose, choose_dtype, lr_at, token_loss
+from minigpt.pretrainer_single import BatchOrder, PlainCheckpoints, TrainArgs, build_optimizer, choose, choose_dtype, lr_at, rng_state, set_rng_state, token_loss
 from trainer_job import CONTEXT, VOCAB, Windows, adamw, losses, make_model, make_trainer, trained, weights
 
 
@@ -188,6 +188,25 @@ def test_t07_skipping_for_ever_is_no_training(tmp_path):
     assert trainer.skipped_steps == 29
 
 
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+@pytest.mark.parametrize("bad, ends", [(range(20), False), (range(19), True), ([*range(15), *range(16, 30)], True), (range(3, 30), False)])
+def test_t07_a_scaler_does_not_skip_for_ever(bad, ends, on_nan, tmp_path):
+    "T07: it leaves an update out and halves its scale, which is how a run starts; twenty in a row, down to a sixteenth, end it"
+    trainer = make_trainer(tmp_path, train_batch_size=4, max_steps=32, num_train_epochs=0, on_nan=on_nan)
+    trainer.set_grad_scaler(True)
+    plain = trainer.backward
+    trainer.backward = lambda loss: plain(loss * (math.nan if trainer.step in bad else 1))
+    if ends:
+        trainer.train()
+        assert trainer.step == 32 and trainer.skipped_steps == len(bad)
+        assert torch.load(tmp_path / "checkpoint-32.pth")["skipped_steps"] == len(bad)
+    else:
+        with pytest.raises(FloatingPointError, match=f"step {bad[0] + 20}: 20 updates in a row .*float16") as error:
+            trainer.train()
+        assert "\n" not in str(error.value) and trainer.skipped_steps == 20 and trainer.scaler.get_scale() == 2.0**-4
+    assert all(value.isfinite().all() for value in weights(trainer).values())
+
+
 def test_who_is_asked_to_end_does_not_evaluate_first(tmp_path):
     "a scheduler gives seconds, an evaluation may take minutes"
     trainer = make_trainer(tmp_path, train_batch_size=4, eval_steps=1, save_steps=0)
@@ -248,6 +267,18 @@ def test_evaluation_changes_nothing_in_training(tmp_path):
     assert losses(often.events) == losses(never.events) and set(losses(never.events, "eval_loss")) == {None}
 
 
+def test_evaluation_makes_no_more_logits_than_training(tmp_path):
+    "with --loss_rows 5 an evaluation holds five rows of logits at a time, and finds the same loss"
+    whole, sliced = (make_trainer(tmp_path, train_batch_size=4, loss_rows=rows) for rows in (0, 5))
+    shapes, plain = {}, single.token_loss
+    for trainer in (whole, sliced):
+        trainer.setup()
+        with mock.patch.object(single, "token_loss", lambda logits, y: shapes.setdefault(trainer, []).append(tuple(logits.shape)) or plain(logits, y)):
+            trainer.loss = trainer.evaluate()
+    assert set(shapes[whole]) == {(4, CONTEXT, VOCAB), (3, CONTEXT, VOCAB)} and max(shapes[sliced]) == (5, VOCAB)
+    assert sliced.loss == pytest.approx(whole.loss, rel=1e-6)
+
+
 # ---- log and saves
 
 
@@ -287,6 +318,20 @@ def test_resumed_run_equals_an_unbroken_one(saved, tmp_path):
     equal_weights(whole, rest)
     assert (rest.epoch, rest.samples_seen, rest.tokens_seen) == (whole.epoch, whole.samples_seen, whole.tokens_seen)
     assert losses(rest.events) == losses(whole.events)[saved:]
+
+
+def test_c13_an_apple_gpus_random_state_is_kept_too(monkeypatch):
+    "C13: dropout on mps draws from a generator of its own; a state of CUDA's or none is left alone"
+    drawn, apple = torch.arange(44, dtype=torch.uint8), torch.device("mps")
+    put = mock.Mock()
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: drawn)
+    monkeypatch.setattr(torch.mps, "set_rng_state", put)
+    state = rng_state(apple)
+    set_rng_state(state, torch.device("cpu"))
+    set_rng_state(rng_state(torch.device("cpu")) | dict(device=torch.zeros(16, dtype=torch.uint8)), apple)
+    put.assert_not_called()
+    set_rng_state(state, apple)
+    assert torch.equal(put.call_args.args[0], drawn) and state["device"] is None
 
 
 # ---- data
@@ -335,6 +380,7 @@ def test_t28_first_loss_is_ln_vocabulary():
 
 def cuda(monkeypatch, bf16):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16)
 
 
@@ -357,6 +403,15 @@ def test_t11_one_table_decides(device, mixed, bf16, wanted, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     choices = choose(device, use_mixed_precision=mixed)
     assert (choices.dtype, choices.backend, choices.scaler) == wanted and choices.device == device
+
+
+@pytest.mark.parametrize("device", ["cuda:2", "cuda:7", "cuda:" + "9" * 5000])
+def test_t11_a_gpu_that_is_not_there_is_refused_by_its_number(device, monkeypatch):
+    "T11: before anything is set up; two cards are cuda:0 and cuda:1"
+    cuda(monkeypatch, bf16=True)
+    with pytest.raises(ValueError, match=f"--device {device}: 2 visible GPU.*from cuda:0"):
+        choose(device)
+    assert choose("cuda:1").device == "cuda:1"
 
 
 @pytest.mark.parametrize("device", ["xpu", "gpu", "cpux", ""])
@@ -450,6 +505,31 @@ def test_another_split_is_not_the_same_run(tmp_path, changed):
     trained(tmp_path, train_batch_size=4, max_steps=2)
     with pytest.raises(ValueError, match=next(iter(changed))):
         trained(tmp_path, train_batch_size=4, max_steps=4, resume="auto", **changed)
+
+
+@pytest.mark.parametrize("option", ["resume", "init_from"])
+@pytest.mark.parametrize("kept", [{7: torch.zeros(2)}, {"model_state": None}, {"model_state": {}}, {"model_state": {0: torch.zeros(2)}}, torch.zeros(3), [1]],
+                         ids=["whole numbers", "None", "no weights", "numbers within", "a tensor", "a list"])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+def test_c24_files_of_another_kind_are_refused_in_one_line(kept, option, tmp_path):
+    "C24: by chapter 04's keeper and by chapter 06's; bare weights fit --init_from alone"
+    path = tmp_path / "weights-only.pth"
+    torch.save(kept, path)
+    for keeper in (PlainCheckpoints(tmp_path), None):
+        trainer = make_trainer(tmp_path / "run", train_batch_size=4, **{option: str(path)})
+        trainer.checkpointer = keeper or trainer.checkpointer
+        with pytest.raises(ValueError, match="weights-only.pth") as error:
+            trainer.train()
+        assert "\n" not in str(error.value) and not trainer.events
+
+
+def test_c24_weights_alone_are_no_checkpoint(tmp_path):
+    "C24: what is missing is named"
+    torch.save({"model_state": make_model().state_dict()}, tmp_path / "weights-only.pth")
+    trainer = make_trainer(tmp_path / "run", train_batch_size=4, resume=str(tmp_path / "weights-only.pth"))
+    trainer.checkpointer = PlainCheckpoints(tmp_path)
+    with pytest.raises(ValueError, match="weights-only.pth: does not fit this run: lacks 'choices'"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("wrong", [dict(device="mps"), dict(device="cpu:x"), dict(device="tpu")])
