@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from minigpt.speed import PEAK_FLOPS, call_times, matmul_flops
+from minigpt.speed import call_times, card_flops, matmul_flops
 from minigpt.transformer import GPTConfig
 
 
@@ -104,7 +104,7 @@ def limits(work) -> dict:
     found = {f"{name}_flops": peak(dtype, device) for name, dtype in types.items()}
     found |= {f"{name}_products_seconds": products_seconds(work.config, work.batch, dtype, device) for name, dtype in types.items()}
     if device == "cuda":
-        found["data_sheet_flops"] = next((flops for card, flops in PEAK_FLOPS.items() if card in torch.cuda.get_device_name()), None)
+        found["data_sheet_flops"] = card_flops(torch.cuda.get_device_name())
     return found | dict(memory_rate=bandwidth(device))
 
 

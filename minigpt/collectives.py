@@ -30,7 +30,7 @@ def check_target(
     nproc: int,          # processes on this machine
 ):
     "Refuse at once what would fail in every process, or wait for ever"
-    if callable(target): raise ValueError(f"{target.__name__} is a function of this page, which other processes can't see: "
+    if callable(target): raise ValueError(f"{getattr(target, '__name__', target)} is a function of this page, which other processes can't see: "
                                           "give run_ranks a module name or a .py file")
     is_file = str(target).endswith(".py")
     if is_file and not Path(target).is_file(): raise FileNotFoundError(f"{target}: no such file in {os.getcwd()}")
@@ -295,6 +295,18 @@ def _megabyte_seconds(device):
         seconds.append(time.perf_counter() - begin)
     return min(seconds)
 
+# %% ../nbs/08_collectives.ipynb #own-device
+def _own_device(backend):
+    "Local rank and device of this process; ValueError for a launch that can't be"
+    place = rank_env()
+    local_rank = place["local_rank"] if place else 0
+    if backend != "nccl": return local_rank, torch.device("cpu")
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise ValueError("--backend nccl: PyTorch sees no CUDA GPU here (nvidia-smi, CUDA_VISIBLE_DEVICES); use --backend gloo")
+    processes, cards = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)) if place else 1, torch.cuda.device_count()
+    if processes > cards: raise ValueError(f"{processes} processes, {cards} visible GPU(s): use --nproc-per-node {cards}, or --backend gloo")
+    return local_rank, torch.device("cuda", local_rank)
+
 # %% ../nbs/08_collectives.ipynb #main
 def main(
     argv: list[str] = None,  # arguments; None: the command line's
@@ -304,8 +316,8 @@ def main(
     parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"], help="gloo: CPU tensors, nccl: CUDA tensors")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the other ranks")
     options = parser.parse_args(argv)
-    local_rank = (rank_env() or dict(local_rank=0))["local_rank"]
-    device = torch.device("cuda", local_rank) if options.backend == "nccl" else torch.device("cpu")
+    try: local_rank, device = _own_device(options.backend)
+    except ValueError as e: parser.error(str(e))
     if device.type == "cuda": torch.cuda.set_device(device)  # before the group, or all ranks of a node share one card
     with process_group(options.backend, options.timeout) as (rank, world_size):
         total = torch.tensor([rank + 1.0], device=device)
@@ -332,7 +344,9 @@ class RankError(RuntimeError):
         self.log = self.logs[rank] if rank is not None else "\n".join([*self.logs, launcher])
 
 # %% ../nbs/08_collectives.ipynb #read-errors
-BYSTANDER = re.compile(r"connection (was )?(closed|reset)|broken pipe|socket closed|remote process exited|communicator was aborted|timed out waiting", re.I)
+BYSTANDER = re.compile(r"connection (was )?(likely )?(closed|reset)|broken pipe|socket closed|remote process exited|communicator was aborted|"
+                       r"application timeout caused pair closure|timed out waiting", re.I)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
 
 def _own_error(stderr):
     "The line that says what went wrong: the end of the last traceback, else the last line"
@@ -349,7 +363,7 @@ def _exit_codes(launcher):
 def _where_it_stands(stderr):
     "The innermost line outside torch and Python itself, in the stack that faulthandler wrote"
     frames = re.findall(r'File "(.+?)", line (\d+) in (.+)', stderr.rpartition("Current thread")[2])
-    def library(file): return "/torch/" in file or file.startswith("<") or (
+    def library(file): return file.startswith((_TORCH, "<")) or (
         file.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in file)
     own = [f"{Path(file).name} line {line} in {name}" for file, line, name in frames if not library(file)]
     return own[0] if own else "an unknown place"

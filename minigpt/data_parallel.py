@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.func import functional_call
+from .collectives import all_reduce_seconds
 
 # %% ../nbs/09_data_parallel.ipynb #data-parallel-step
 def data_parallel_step(
@@ -65,11 +66,11 @@ def ring_bytes(
     world_size: int,  # P
 ) -> float:           # bytes that each rank sends, and as many it receives
     "What an all-reduce in a ring costs one rank"
-    return 2 * size * (world_size - 1) / world_size
+    return all_reduce_seconds(size, world_size, alpha=0, beta=1)  # chapter 08's steps, at a second a byte
 
 # %% ../nbs/09_data_parallel.ipynb #mail
 class Mail:
-    "The two collectives of DDP, and books of what was sent and when"
+    "The two collectives of DDP, books of what was sent, and a diary"
     def __init__(self):
         self.sent, self.events = [], []  # (kind, bytes) of each message; (kind, number, seconds) since the last forward
     def note(self, kind, number): self.events.append((kind, number, time.perf_counter()))
@@ -82,14 +83,8 @@ class Mail:
     def average(self, tensor, number, wait=True):
         "The mean over ranks, in place; `wait=False` comes back at once with the work to wait for"
         self.sent.append(("all-reduce", tensor.nbytes))
-        self.note("send", number)
         tensor.div_(dist.get_world_size())  # before the sum, which might overflow in 16 bits
-        if wait:
-            dist.all_reduce(tensor)
-            return self.note("arrived", number)
-        work = dist.all_reduce(tensor, async_op=True)
-        work.get_future().add_done_callback(lambda _: self.note("arrived", number))  # called by the thread that receives
-        return work
+        return dist.all_reduce(tensor, async_op=not wait)
 
 # %% ../nbs/09_data_parallel.ipynb #mini-ddp
 class MiniDDP(nn.Module):
@@ -241,4 +236,4 @@ def all_reduce_time(
     n_messages: int = 1,   # buckets, each of which passes 2 log2(P) levels of a tree
 ) -> float:                # seconds
     "Bandwidth of a ring, latency of a tree: about what NCCL reaches by choosing between them"
-    return ring_bytes(size, world_size) / bandwidth + 2 * math.log2(world_size) * latency * n_messages
+    return all_reduce_seconds(size, world_size, 0, 1 / bandwidth) + all_reduce_seconds(0, world_size, latency * n_messages, 0, "tree")

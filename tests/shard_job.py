@@ -11,17 +11,18 @@ from minigpt.pretrainer_single import Trainer
 
 def note_shards(seen):
     "Let a rank note what it reads while it trains and evaluates; what it reads before that, the sampled baselines and a prompt, is left out"
-    read, train = data.OpenShards.__getitem__, Trainer.train
+    init, train = data.ShardedDataset.__init__, Trainer.train
 
-    def reading(self, shard):
-        seen.add(shard)
-        return read(self, shard)
+    def reading(self, *args):
+        init(self, *args)
+        read = self.shard
+        self.shard = lambda shard: seen.add(shard) or read(shard)
 
     def noted(self):
         seen.clear()
         train(self)
 
-    data.OpenShards.__getitem__, Trainer.train = reading, noted
+    data.ShardedDataset.__init__, Trainer.train = reading, noted
 
 
 if __name__ == "__main__":

@@ -761,13 +761,24 @@ def test_p10_a_part_file_in_use_is_left_alone(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".y.bin.part-1", "x.bin"] and (tmp_path / "x.bin").read_bytes() == b"ours"
 
 
-def test_a_planted_part_file_leads_nowhere_else(tmp_path):
-    "a link under the name that we would write: it goes, what it points at stays"
+def test_a_planted_part_file_leads_nowhere_else(tmp_path, monkeypatch):
+    "a link under the name that we would write, could anybody guess it: nothing is written, what it points at stays"
     (tmp_path / "victim").write_bytes(b"mine")
-    (tmp_path / f".x.bin.part-{os.getpid()}").symlink_to(tmp_path / "victim")
-    with tk.part_file(tmp_path / "x.bin") as file:
+    monkeypatch.setattr(tk.os, "urandom", bytes)
+    (tmp_path / f".x.bin.part-{os.getpid()}-00000000").symlink_to(tmp_path / "victim")
+    with pytest.raises(FileExistsError), tk.part_file(tmp_path / "x.bin") as file:
         file.write(b"data")
-    assert (tmp_path / "victim").read_bytes() == b"mine" and not (tmp_path / "x.bin").is_symlink()
+    assert (tmp_path / "victim").read_bytes() == b"mine" and not (tmp_path / "x.bin").exists()
+
+
+def test_two_containers_with_one_pid_do_not_meet(tmp_path):
+    "on a shared volume, each process being number 1 of its own: neither deletes what the other writes"
+    with tk.part_file(tmp_path / "x.bin") as one:
+        one.write(b"one")
+        with tk.part_file(tmp_path / "x.bin") as other:
+            other.write(b"other")
+        assert (tmp_path / "x.bin").read_bytes() == b"other"
+    assert (tmp_path / "x.bin").read_bytes() == b"one" and os.listdir(tmp_path) == ["x.bin"]
 
 
 def test_two_at_once_on_one_target_do_not_meet(tmp_path):

@@ -1,6 +1,7 @@
 """run_ranks and what it promises, by real launches: each costs seconds of imports, so several cases share one."""
-import io, json, os, signal, subprocess, sys, textwrap, threading, time
-from contextlib import redirect_stdout
+import io, json, multiprocessing, os, re, signal, subprocess, sys, textwrap, threading, time
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import pytest, torch
@@ -163,6 +164,27 @@ def test_each_groups_prefix_goes(tmp_path):
     path.write_text("[rank1]: [rank1]: Traceback (most recent call last):\n[rank1]: [rank1]:   File x\n[rank1]: [rank1]: ValueError: bad\n")
     assert c._own_error(c.read_stream(tmp_path, 1, "stderr")) == "ValueError: bad"
 
+def test_a_folder_of_the_users_called_torch_is_no_library():
+    "The innermost line that is neither torch's nor Python's"
+    frame = '  File "{}", line {} in {}\n'
+    own, libraries = "/home/me/torch/train.py", (torch.distributed.__file__, os.__file__, "<frozen runpy>")
+    stack = "Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n"
+    stack += "".join(frame.format(file, 1, "f") for file in libraries)
+    assert c._where_it_stands(stack) == "an unknown place"
+    assert c._where_it_stands(stack + frame.format(own, 7, "main")) == "train.py line 7 in main"
+
+def test_spawn_of_the_page_ends_a_child_that_hangs_and_reads_an_empty_log(tmp_path, monkeypatch):
+    "The cell of chapter 08: a child that says nothing, and one that never ends"
+    cells = json.loads((Path(__file__).parents[1] / "nbs" / "08_collectives.ipynb").read_text(encoding="utf-8"))["cells"]
+    page = dict(os=os, Path=Path, contextmanager=contextmanager, multiprocessing=multiprocessing)
+    exec("".join(next(cell["source"] for cell in cells if cell["id"] == "spawn-here")), page)
+    (tmp_path / "hangs.py").write_text("import time\ndef hang(rank): time.sleep(60)\n")
+    monkeypatch.chdir(tmp_path); monkeypatch.syspath_prepend(tmp_path)
+    assert page["spawn"](time.sleep) == (0, "no word")
+    begin = time.monotonic()
+    code, _ = page["spawn"](__import__("hangs").hang, seconds=1)
+    assert code != 0 and time.monotonic() - begin < 30
+
 @posix
 def test_a_killed_rank_is_named_with_its_signal(two_failures):
     "As the system does when memory runs out"
@@ -315,6 +337,7 @@ def test_n01_n02_function_of_a_page_is_refused_and_nothing_forks():
     "N01, N02: the reason is told at once; a launch is a new interpreter, never a fork of this one"
     def hello(): pass
     with pytest.raises(ValueError, match="hello is a function of this page"): c.run_ranks(hello)
+    with pytest.raises(ValueError, match="partial.*is a function of this page"): c.run_ranks(partial(hello))
     assert c.launch_command("minigpt.collectives", 2, (), ".")[:3] == [sys.executable, "-c", c.TORCHRUN]
 
 @pytest.mark.parametrize("target, nproc, error, words", [
@@ -341,6 +364,20 @@ def test_p30_plain_python_is_one_process(capsys):
     c.main([])
     assert "rank 0 of 1" in capsys.readouterr().out and not c.dist.is_initialized()
 
+@pytest.mark.parametrize("cards, env, words", [
+    (0, {}, "--backend nccl: PyTorch sees no CUDA GPU here"),
+    (1, dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="a", MASTER_PORT="1"), "2 processes, 1 visible GPU.*--nproc-per-node 1"),
+    (1, dict(RANK="0"), "RANK set but LOCAL_RANK"),
+])
+def test_p23_p30_what_cannot_be_is_one_line(monkeypatch, capsys, cards, env, words):
+    "P23, P30: no card, fewer cards than processes, half a set of variables; on the first as on any rank"
+    for name in (*c.RANK_VARIABLES, "LOCAL_WORLD_SIZE"): monkeypatch.delenv(name, raising=False)
+    for name, value in env.items(): monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cards > 0); monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(c.dist, "is_nccl_available", lambda: True)
+    with pytest.raises(SystemExit) as e: c.main(["--backend", "nccl"])
+    assert e.value.code == 2 and re.search(words, capsys.readouterr().err.splitlines()[-1])
+
 TRACE = "Traceback (most recent call last):\n  File \"x.py\", line 1\n    boom\n{}\n"
 @pytest.mark.parametrize("errors, codes, expected", [
     ([TRACE.format("RuntimeError: Connection closed by peer [127.0.0.1]:1"), TRACE.format("KeyError: 'x'\nnote")], {0: 1, 1: -15}, (1, "KeyError: 'x'")),
@@ -353,6 +390,9 @@ TRACE = "Traceback (most recent call last):\n  File \"x.py\", line 1\n    boom\n
     (["", TRACE.format("KeyError: 'x'")], {0: -9, 1: 1}, (1, "KeyError: 'x'")),
     ([TRACE.format("RuntimeError: Timed out waiting 5000ms for recv"), ""], {0: 1, 1: -15}, (0, "RuntimeError: Timed out waiting 5000ms for recv")),
     (["", TRACE.format("RuntimeError: Connection closed by peer")], {0: -15, 1: 1}, (0, "ended by SIGTERM")),
+    ([TRACE.format("torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"),
+      TRACE.format("KeyError: 'x'")], {0: 1, 1: 1}, (1, "KeyError: 'x'")),
+    ([TRACE.format("RuntimeError: [pair.cc:1] Application timeout caused pair closure"), TRACE.format("KeyError: 'x'")], {0: 1, 1: 1}, (1, "KeyError: 'x'")),
     ([TRACE.format("ValueError: inner") + "\nDuring handling:\n\n" + TRACE.format("OSError: outer"), ""], {0: 1}, (0, "OSError: outer")),
 ])
 @posix

@@ -265,3 +265,4 @@ def test_step_time_equals_bucket_by_bucket():
         assert math.isclose(d.step_time(forward, backward, all_reduce, n), forward + link)
     assert d.step_time(1, 2, 3) == 6 and d.all_reduce_time(1e9, 1, 1e9, 1e-3) == 0
     assert math.isclose(d.all_reduce_time(1e9, 4, 1e9, 1e-3, 10), 1.5 + 0.04)
+    assert d.ring_bytes(90, 3) == 120 and d.all_reduce_time(0, 3, 1, 1.0) == 4  # a tree of three has two levels, as one of four

@@ -264,6 +264,7 @@ def test_p04_ranks_that_were_given_different_things_say_so(ranks):
     assert "train_windows" in said[0]["windows"] and str(numbers) in said[0]["windows"]
     assert "--train_batch_size" in said[0]["batch"] and "[4, 5" in said[0]["batch"]
     assert "checkpoint-1.pth" in said[0]["checkpoint"]
+    assert "chosen dtype" in said[0]["cards"] and "['float32', 'bfloat16'" in said[0]["cards"] and "--dtype" in said[0]["cards"]
     assert all("\n" not in line for line in said[0].values())
 
 

@@ -1,4 +1,5 @@
 """The data contract: what goes into a token file, what is refused, and what windows and splits give back."""
+import bz2
 import gzip
 import json
 import math
@@ -119,6 +120,8 @@ def test_d03_undecodable_bytes_name_the_line(tmp_path, name):
 def test_d03_another_encoding_can_be_named(tmp_path):
     path = write(tmp_path / "a.txt", "一条河\n两条河\n", "gbk")
     assert list(read_documents([path], encoding="gbk")) == ["一条河\n两条河\n"]
+    marked = write(tmp_path / "b.txt", "one\n", "utf-8-sig")
+    assert [list(read_documents([marked], encoding=name)) for name in ("utf-8-sig", "UTF_8_SIG")] == [["one\n"]] * 2
     with pytest.raises(ValueError, match="UTF-8"):
         read_documents([path], encoding="utf-16")
     with pytest.raises(ValueError, match="encoding='klingon'"):
@@ -165,6 +168,7 @@ PACKERS = dict(
     gzip=gzip.compress, zstd=zstandard.compress, twice=lambda data: zstandard.compress(gzip.compress(data)),
     gzip_parts=lambda data: gzip.compress(data[:20]) + gzip.compress(data[20:]),
     zstd_parts=lambda data: zstandard.compress(data[:20]) + zstandard.compress(data[20:]),
+    pzstd=lambda data: b"\x50\x2a\x4d\x18\x04\0\0\0" + len(zstandard.compress(data)).to_bytes(4, "little") + zstandard.compress(data),
 )
 
 
@@ -178,7 +182,7 @@ def test_d13_d15_packed_files_are_read_by_what_they_hold(tmp_path, pack, name):
 
 
 @pytest.mark.parametrize("name, content, word", [
-    ("a.txt", b"\xfd7zXZ\x00....", "xz"), ("a.txt", b"PK\x03\x04....", "zip"), ("a.jsonl.gz", b"\x1f\x8b\x08" + b"junk" * 9, "damaged"),
+    ("a.txt", b"\xfd7zXZ\x00....", "xz"), ("a.txt", bz2.compress(b"text"), "bzip2"), ("a.txt", b"PK\x03\x04....", "zip"), ("a.jsonl.gz", b"\x1f\x8b\x08" + b"junk" * 9, "damaged"),
     ("a.txt.gz", gzip.compress(b"line\n" * 99999)[:-50], "damaged"),
     ("a.txt.zst", zstandard.compress(random.Random(0).randbytes(99999).hex().encode())[:-50], "damaged"),
 ])
@@ -187,6 +191,10 @@ def test_d15_other_packings_and_damage_are_one_line(tmp_path, name, content, wor
     with pytest.raises(ValueError) as error:
         list(read_documents([tmp_path / name]))
     assert name in one_line(error) and word in str(error.value)
+
+
+def test_a_text_that_begins_like_a_packed_file_is_a_text(tmp_path):
+    assert list(read_documents([write(tmp_path / "a.txt", "BZhang and Li")])) == ["BZhang and Li"]
 
 
 def test_d15_no_text_at_all_is_an_error_and_leaves_nothing(tmp_path, tokenizer):
@@ -211,6 +219,16 @@ def test_folders_globs_and_several_files(tmp_path, monkeypatch):
             read_documents([missing])
     with pytest.raises(ValueError, match="e.csv holds nothing.*jsonl"):
         read_documents(["deep/e.csv"])
+
+
+def test_a_folder_whose_name_begins_with_a_tilde(tmp_path, monkeypatch, tokenizer):
+    "an editor's backup: nobody of that name has a home"
+    (tmp_path / "~old").mkdir()
+    write(tmp_path / "~old" / "a.txt", "a backup")
+    monkeypatch.chdir(tmp_path)
+    assert list(read_documents(["~old/"])) == ["a backup"]
+    prepare(tmp_path / "~old", ["a backup"], tokenizer)
+    assert [path.name for path in data.find_shards("~old")] == ["data.bin"]
 
 
 def test_a_long_text_file_is_cut_at_line_ends(tmp_path, monkeypatch):
@@ -266,6 +284,11 @@ class Wide:
         Path(path).write_text("{}")
 
 
+def test_half_a_character_is_encoded_as_chapter_01_does(tmp_path, tokenizer):
+    path = prepare(tmp_path, ["a\ud83d"], tokenizer)
+    assert tokenizer.decode(ids_of(path)[:-1]) == "a\ufffd" and data.load_sidecar(path)["bytes"] == 4
+
+
 def test_d17_ids_beyond_16_bits_take_32(tmp_path):
     path = prepare(tmp_path, ["70000 65536 1"], Wide())
     assert ids_of(path) == [70000, 65536, 1, 0] and json.loads(path.with_suffix(".json").read_text())["dtype"] == "<u4"
@@ -314,10 +337,21 @@ def test_d30_memory_is_flat_in_file_size(tmp_path, tokenizer):
     assert peaks[1] < 1.2 * peaks[0] + 2
 
 
-def test_d31_a_tokenizer_is_trained_on_a_sample_of_a_large_text():
-    documents = ("x" * 1000 for _ in range(1000))
-    taken = list(data.sample_documents(documents, total=1_000_000, budget=100_000))
-    assert len(taken) == 100
+@pytest.mark.parametrize("name, pack", [("a.jsonl", bytes), ("a.jsonl.gz", lambda content: gzip.compress(content, 9))])
+def test_d31_a_tokenizer_is_trained_on_an_even_sample_of_a_large_text(tmp_path, name, pack):
+    "packed to a fifth, as text is, it comes from all over the file too; again the same; a small text is taken whole"
+    draw, letters = random.Random(0), "ab"
+    lines = [json.dumps({"text": f"{i} " + "".join(draw.choices(letters, k=200)) * 2}) for i in range(20_000)]  # 8 MB
+    (tmp_path / name).write_bytes(pack("\n".join(lines).encode()))
+
+    def taken(budget):
+        report = ReadReport()
+        return [int(text.split()[0]) for text in data.sample_documents(read_documents([tmp_path / name], report=report), report, budget)]
+
+    sample = taken(2_000_000)
+    assert 4_700 < len(sample) < 5_300 and sample == taken(2_000_000)
+    assert all(1_000 < count < 1_600 for count in np.histogram(sample, bins=4, range=(0, 20_000))[0])
+    assert taken(10_000_000) == list(range(20_000))
 
 
 # --- prepared data, cached -----------------------------------------------------------------------------------------------------
@@ -335,6 +369,25 @@ def test_prepare_files_is_cached_by_content_and_settings(tmp_path):
     assert data.prepare_files([text], 270, tmp_path / "d", progress=False) != path
     meta = PretrainBinaryDataset(path, 4).meta
     assert meta["sources"][0]["name"] == "a.jsonl" and len(meta["sources"][0]["sha256"]) == 64
+
+
+def test_equal_files_of_two_names_do_not_overwrite_each_other(tmp_path):
+    made = [data.prepare_files([write(tmp_path / name, "the same story " * 9)], 270, tmp_path / "d", progress=False) for name in ("a.txt", "b.txt")]
+    written = [path.stat().st_mtime_ns for path in made]
+    for name, path in zip(("a.txt", "b.txt"), made):
+        assert data.prepare_files([tmp_path / name], 270, tmp_path / "d", progress=False) == path
+        assert data.load_sidecar(path)["sources"][0]["name"] == name
+    assert [path.stat().st_mtime_ns for path in made] == written
+
+
+def test_files_are_looked_up_once(tmp_path, monkeypatch):
+    "a folder is walked once, and files left out are told of once, however often the texts are read"
+    write(tmp_path / "a.txt", "a story of a story " * 9), write(tmp_path / "b.csv", "x")
+    walks, walk = [], data._files_of
+    monkeypatch.setattr(data, "_files_of", lambda path: walks.append(path) or walk(path))
+    with pytest.warns(UserWarning, match="b.csv") as told:
+        data.prepare_files([tmp_path], 270, tmp_path / "d", progress=False)
+    assert walks.count(tmp_path) == 1 and len(told) == 1
 
 
 def test_data_dir_is_the_same_from_any_folder(tmp_path, monkeypatch):
@@ -417,8 +470,8 @@ def test_all_ways_of_asking_give_the_same(tmp_path):
         assert torch.equal(ds[other][0], x)
     assert torch.equal(ds[2:9:3][1], ds[[2, 5, 8]][1]) and torch.equal(ds[-1][0], ds[len(ds) - 1][0])
     assert ds[5:5][0].shape == (0, 16) and ds[[]][0].shape == (0, 16)
-    for wrong in (len(ds), -len(ds) - 1, [0, len(ds)]):
-        with pytest.raises(IndexError):
+    for wrong, name in ((len(ds), len(ds)), (-len(ds) - 1, -len(ds) - 1), ([0, len(ds)], len(ds)), ([-500, 3], -500)):
+        with pytest.raises(IndexError, match=f"window {name} of {len(ds)}"):
             ds[wrong]
 
 
@@ -438,6 +491,20 @@ def test_d20_d22_an_id_beyond_the_vocabulary_is_found_on_opening(tmp_path):
         PretrainBinaryDataset(token_file(tmp_path / "x.bin", tokens, vocab_size=300), 8)
     assert all(part in one_line(error) for part in ("id 300", "position 123", "vocab_size is 300", "x.bin"))
     assert PretrainBinaryDataset(token_file(tmp_path / "y.bin", range(300), vocab_size=1500), 8).vocab_size == 1500
+
+
+def test_d20_in_a_large_file_it_is_found_when_it_is_read(tmp_path, monkeypatch):
+    "opening reads nothing but the sidecar; every window is checked, whichever way it is asked for"
+    monkeypatch.setattr(data, "CHECKED_AT_ONCE", 599)
+    tokens = list(range(100)) * 3
+    tokens[123] = 300
+    ds = PretrainBinaryDataset(token_file(tmp_path / "x.bin", tokens, vocab_size=300), 8)
+    good = [number for number in range(len(ds)) if number != 15]
+    assert len(ds[good][0]) == len(ds) - 1
+    for asked in (15, [0, 15], slice(None), np.array([[0], [15]])):
+        with pytest.raises(data.TokenFileError) as error:
+            ds[asked]
+        assert all(part in one_line(error) for part in ("x.bin", "id 300", "position 123", "vocab_size is 300"))
 
 
 def test_broken_token_files_are_refused_in_one_line(tmp_path):
@@ -522,7 +589,7 @@ def test_d27_an_empty_side_is_an_error_unless_asked_for(tmp_path):
     train_set, eval_set = split_dataset(ds, 1, 0)
     assert (len(train_set), len(eval_set)) == (12, 0)
     with pytest.raises(ValueError, match="empty"):
-        data.bigram_entropy(train_set, eval_set)
+        data.baselines(train_set, eval_set)
 
 
 def test_probabilities_sum_to_one_and_the_bigram_is_right():
@@ -531,7 +598,7 @@ def test_probabilities_sum_to_one_and_the_bigram_is_right():
     assert data.unigram_probs(targets, vocab).sum() == pytest.approx(1) and data.unigram_probs(targets, vocab).min() > 0
     lower = data.unigram_probs(targets, vocab)
     for x in range(vocab):
-        probs = data.bigram_probs(inputs, targets, np.full(vocab, x), np.arange(vocab), vocab)
+        probs = data.bigram_probs(inputs, targets, np.full(vocab, x), np.arange(vocab), lower)
         assert probs.sum() == pytest.approx(1) and probs.min() > 0
         followers = targets[inputs == x].tolist()
         for y in range(vocab):  # the formula, one token at a time
@@ -548,7 +615,7 @@ def test_baselines_are_held_out_and_ordered(tmp_path):
     assert lines["ln_vocab"] == math.log(64) and lines["unigram"] == pytest.approx(math.log(50), abs=0.02)
     assert truth < lines["bigram"] < truth + 0.05
     noise = PretrainBinaryDataset(token_file(tmp_path / "n.bin", rng.integers(0, 300, 3000)), 16)
-    in_sample, held_out = data.bigram_entropy(noise, noise), data.bigram_entropy(*split_dataset(noise, 0.9, 0))
+    in_sample, held_out = (data.baselines(*parts)["bigram"] for parts in ((noise, noise), split_dataset(noise, 0.9, 0)))
     assert in_sample < math.log(300) - 1 and held_out > math.log(300) - 0.05  # noise can't be predicted, and the honest line says so
 
 
@@ -556,12 +623,6 @@ def test_larger_data_is_counted_on_every_kth_window(tmp_path):
     ds = PretrainBinaryDataset(token_file(tmp_path / "x.bin", np.arange(1001) % 300), 10)
     x, y = data.token_pairs(ds, limit=250)
     assert len(x) == 250 and x[10] == 40 and torch.equal(ds[::4][1].ravel(), torch.from_numpy(y))
-
-
-def test_model_size():
-    advice = data.model_size_for(1_000_000)
-    assert advice["one_epoch"] == 50_000 and 150_000 < advice["four_epochs"] < 200_000 and "1,000,000" in advice["advice"]
-    assert data.effective_tokens(100, 1) == 100 and data.effective_tokens(100, 1000) < 1700
 
 
 def test_blank_files_are_refused_by_prepare_files(tmp_path):

@@ -628,8 +628,8 @@ def test_closed_streams_are_no_mistake(texts, tmp_path, monkeypatch):
 
 def test_another_tokenizer_beside_the_data_is_refused(texts, tmp_path, capsys):
     "D39: the sidecar knows which tokenizer made the ids"
-    path = prepare_files([texts / "part0.txt"], 300, data_dir=tmp_path, progress=False)
-    other = prepare_files([texts / "part1.txt"], 280, data_dir=tmp_path, progress=False)
+    path = prepare_files([texts / "part0.txt"], 300, folder=tmp_path, progress=False)
+    other = prepare_files([texts / "part1.txt"], 280, folder=tmp_path, progress=False)
     shutil.copy(other.with_suffix(".tokenizer.json"), path.with_suffix(".tokenizer.json"))
     assert cli("--dataset_path", path, *SMALL[:-2], "--max_steps", 2, "--output_dir", tmp_path / "run") == 2
     assert "not the tokenizer" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import minigpt.pretrain_dataset as data
 from minigpt.collectives import launch_env
-from minigpt.pretrain_dataset import PretrainBinaryDataset, ShardedDataset, ShardError, open_dataset, prepare_shards, split_dataset, windows_at
+from minigpt.pretrain_dataset import PretrainBinaryDataset, ShardedDataset, TokenFileError, open_dataset, prepare_shards, split_dataset, windows_at
 from minigpt.pretrainer_single import BatchOrder, Trainer, unpatch
 from minigpt.runlog import read_run
 from minigpt.tokenizer import Tokenizer, train_tokenizer
@@ -107,13 +107,15 @@ def test_few_files_are_open_however_many_there_are(many):
     maps = lambda: Path("/proc/self/maps").read_text().count(str(many))
     before, most = open_now(), 0
     ds = ShardedDataset(many, 8)
-    assert open_now() == before and maps() == 0 and not ds.shards.opened
+    assert open_now() == before and maps() == 0 and not ds.shard.cache_info().currsize
     for numbers in np.random.default_rng(0).permutation(len(ds))[:1600].reshape(-1, 16):
         ds[numbers]
         most = max(most, open_now() - before)
         assert maps() <= data.MAX_OPEN
-    assert 0 < most <= data.MAX_OPEN + 1 and len(ds.shards.opened) == data.MAX_OPEN
-    assert list(ds.shards.opened)[-1] == ds.shard_of(numbers).max()  # the newest stands last
+    assert 0 < most <= data.MAX_OPEN + 1 and ds.shard.cache_info().currsize == data.MAX_OPEN
+    assert ds.shard(int(ds.shard_of(numbers).max())) is ds.shard(int(ds.shard_of(numbers).max()))  # what was read last is still open
+    del ds
+    assert maps() == 0  # at once, without a search for cycles
 
 
 def test_memory_of_an_open_folder_grows_by_little_per_shard(many):
@@ -177,7 +179,6 @@ REFUSED = [
     (lambda s: s.with_suffix(".json").unlink(), "has no part-0001.json"),
     (lambda s: s.with_suffix(".json").write_text("{"), "not JSON"),
     (lambda s: s.write_bytes(s.read_bytes()[:-2]), "tokens = 80 bytes"),
-    (lambda s: token_file(s, range(8), vocab_size=65_536), "8 tokens; context_length=8"),
     (lambda s: altered(s, vocab_size=300), "vocab_size 300, but 65536 in "),
     (lambda s: altered(s, tokenizer_hash="other"), "tokenizer_hash other, but t in "),
     (lambda s: token_file(s, range(40), vocab_size=65_536, dtype="<u4"), "dtype <u4, but <u2 in "),
@@ -187,12 +188,63 @@ REFUSED = [
 
 @pytest.mark.parametrize("harm, words", REFUSED, ids=[words for _, words in REFUSED])
 def test_d23_a_bad_shard_is_refused_by_name_on_opening(tmp_path, harm, words):
-    "D23: too short a shard, as any other fault, names the file"
     folder = shards(tmp_path / "s", [40] * 3)
     harm(folder / "part-0001.bin")
     with pytest.raises(ValueError) as error:
         ShardedDataset(folder, 8)
     assert "part-0001" in one_line(error) and words in str(error.value)
+
+
+@pytest.mark.parametrize("place", [(0,), (1,), (3,), (0, 1), (2, 3), (1, 2), (0, 3)])
+@pytest.mark.parametrize("count", [0, 1, 8])
+def test_d23_a_shard_too_short_for_a_window_gives_none(tmp_path, place, count):
+    "D23: first, in the middle, last, two in a row: the others' windows are found as before"
+    counts = [count if number in place else 40 for number in range(4)]
+    ds = ShardedDataset(shards(tmp_path / "s", counts), 8)
+    alone = [PretrainBinaryDataset(path, 8) for path, count in zip(ds.files, counts) if count == 40]
+    assert len(ds) == sum(map(len, alone)) and torch.equal(ds[:][0], torch.cat([one[:][0] for one in alone]))
+    assert {int(ds.shard_of(number)) for number in range(len(ds))} == {number for number in range(4) if number not in place}
+
+
+def test_d23_a_folder_without_a_window_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="s, the longest of 3 files: 8 tokens; context_length=8 must be positive and needs at least 9") as error:
+        ShardedDataset(shards(tmp_path / "s", [8, 3, 8]), 8)
+    one_line(error)
+
+
+def test_d23_what_our_own_writer_left_for_the_last_shard_may_be_short(tmp_path, tokenizer):
+    prepare_shards([*["two fish, a river " * 60] * 3, "end"], tmp_path, tokenizer, 150, progress=False)
+    ds = ShardedDataset(tmp_path, 16)
+    assert data.load_sidecar(ds.files[-1])["count"] <= 16 and ds.edges[-1] == ds.edges[-2] > 0
+
+
+def test_a_shard_that_was_never_copied_is_noticed(tmp_path, tokenizer):
+    "the last, one in the middle, all but one: as a folder, as a glob, and prepare_files makes them anew; some of a whole folder may be chosen"
+    path = jsonl(tmp_path / "a.jsonl", *({"text": text} for text in texts(40)))
+    prepare = lambda: data.prepare_files([path], 290, tmp_path / "d", progress=False, shard_tokens=200)
+    folder = prepare()
+    names = [file.name for file in data.find_shards(folder)]
+    assert all(data.load_sidecar(folder / name)["shards"] == len(names) for name in names) and len(names) > 3
+    assert len(open_dataset([folder / names[1], folder / names[2]], 8)) and len(open_dataset(folder / names[1], 8))
+    for lost in (names[-1:], names[1:2], names[1:]):
+        for name in lost:
+            (folder / name).unlink(), (folder / name).with_suffix(".json").unlink()
+        for paths in (folder, [folder / "*.bin"]):
+            with pytest.raises(ValueError, match=f"holds {len(names) - len(lost)} shards, but its sidecars tell of {len(names)}") as error:
+                open_dataset(paths, 8)
+            assert str(folder) in one_line(error)
+        assert prepare() == folder and len(data.find_shards(folder)) == len(names)
+
+
+def test_a_file_added_meanwhile_is_noticed_by_a_worker(tmp_path):
+    "it opens the folder anew, and windows that shift would be others there than in the process that asks for them"
+    ds = ShardedDataset(shards(tmp_path / "s", [40, 40]), 8)
+    state = pickle.dumps(ds)
+    assert len(pickle.loads(state)) == len(ds)
+    token_file(tmp_path / "s" / "added.bin", range(40), vocab_size=65_536)
+    with pytest.raises(TokenFileError, match="files were added or changed since training began") as error:
+        pickle.loads(state)
+    one_line(error)
 
 
 def test_a_folder_without_shards_is_refused(tmp_path):
@@ -211,7 +263,7 @@ def test_d20_an_id_beyond_the_vocabulary_is_found_when_it_is_read(tmp_path):
     ds = ShardedDataset(folder, 8)
     good = [number for number in range(len(ds)) if number != 11 + 5]
     assert len(ds[good][0]) == len(ds) - 1
-    with pytest.raises(ShardError) as error:
+    with pytest.raises(TokenFileError) as error:
         ds[16]
     assert all(part in one_line(error) for part in ("part-0001.bin", "id 300", "position 41", "vocab_size is 300"))
     assert isinstance(error.value, ValueError) and isinstance(error.value, OSError)  # main tells the second in one line
@@ -225,7 +277,7 @@ def test_a_shard_that_changes_while_we_train_is_told(tmp_path, harm, words):
     ds = ShardedDataset(shards(tmp_path / "s", [90, 90]), 8)
     harm(ds.files[1])
     assert len(ds[:11][0]) == 11
-    with pytest.raises(ShardError, match=f"part-0001.bin: {words}") as error:
+    with pytest.raises(TokenFileError, match=f"part-0001.bin: {words}") as error:
         ds[12]
     one_line(error)
 
@@ -296,6 +348,40 @@ def test_half_a_folder_is_never_taken_for_a_whole_one(tmp_path, tokenizer, monke
     monkeypatch.undo()
     prepare_shards(texts(60), tmp_path / "b", tokenizer, 100, progress=False)
     assert len(ShardedDataset(tmp_path / "b", 8))
+
+
+def test_a_kill_while_the_old_shards_are_deleted_leaves_no_shorter_folder(tmp_path, tokenizer, monkeypatch):
+    "before each of the deletions: what is left is the old folder, or refused"
+    class Killed(BaseException):
+        pass
+
+    def killed_before(last):
+        done, unlink = [], Path.unlink
+
+        def dying(path, *args, **more):
+            if len(done) == last:
+                raise Killed
+            done.append(path)
+            unlink(path, *args, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", dying)
+            try:
+                prepare_shards(iter(["a new text"] * 3), tmp_path, tokenizer, 100, progress=False)
+            except Killed:
+                return True
+
+    prepare_shards(texts(6), tmp_path, tokenizer, 100, progress=False)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for last in range(2 * len(data.find_shards(tmp_path))):
+        assert killed_before(last)
+        if last:
+            with pytest.raises(ValueError):
+                ShardedDataset(tmp_path, 8)
+        else:
+            assert len(ShardedDataset(tmp_path, 8))
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(content)
 
 
 def test_files_prepared_one_by_one_make_a_folder(tmp_path, tokenizer):
@@ -398,12 +484,14 @@ def test_a_trillion_tokens_on_1024_ranks(tmp_path):
     tracemalloc.start()
     train_set, eval_set = split_dataset(ShardedDataset(tmp_path, 2048), 0.9999, 1)
     ds, n, by_rank = train_set.parent, len(train_set), {rank: set() for rank in range(512, 520)}
+    read, reading = ds.shard, []
+    ds.shard = lambda shard: reading.append(shard) or read(shard)
     for step in range(0, n // 8192, n // 8192 // 30):
         batch = train_set.order(1, 0, 8192 * step, 8192 * (step + 1)).reshape(1024, 8)
         for rank, seen in by_rank.items():
-            ds.shards.opened.clear()
+            reading.clear()
             assert train_set[batch[rank]][0].shape == (8, 2048)
-            seen |= set(ds.shards.opened)
+            seen |= set(reading)
     peak = tracemalloc.get_traced_memory()[1] / 2**20
     tracemalloc.stop()
     assert len(ds) == 2000 * ((count - 1) // 2048) and len(eval_set) == len(ds) - n and peak < 10
@@ -561,3 +649,18 @@ def test_d20_a_bad_id_met_in_training_is_one_line(run, alone, tmp_path, capsys):
     code = cli("--dataset_path", folder, *out)
     err = capsys.readouterr().err
     assert code == 1 and "id 60000 at position" in err and ds.files[shard].name in err and "Traceback" not in err
+
+
+def test_d20_a_bad_id_in_one_file_is_one_line_too(run, alone, tmp_path, capsys, monkeypatch):
+    "a small file is refused before the first step, exit code 2; a large one when the window is read, exit code 1"
+    tokens = np.concatenate([np.fromfile(path, "<u2") for path in data.find_shards(run[1])])
+    tokens[len(tokens) // 2 :] = 60_000
+    words = Tokenizer.load(run[1] / "tokenizer.json")
+    path = token_file(tmp_path / "x.bin", tokens, vocab_size=words.vocab_size)
+    altered(path, tokenizer_hash=words.hash)
+    words.save(tmp_path / "x.tokenizer.json")
+    for checked, expected in ((data.CHECKED_AT_ONCE, 2), (0, 1)):
+        monkeypatch.setattr(data, "CHECKED_AT_ONCE", checked)
+        code = cli("--dataset_path", path, "--output_dir", tmp_path / str(expected), *SMALL, "--max_steps", 100, "--train_ratio", "1")
+        err = capsys.readouterr().err
+        assert code == expected and "x.bin: id 60000 at position" in err and "Traceback" not in err

@@ -118,6 +118,16 @@ def test_peak_is_the_data_sheets_in_16_bits_and_measured_in_32(monkeypatch):
     assert Speed().peak_flops(torch.device("cpu"), "bfloat16", FAST) == 4e11
 
 
+@pytest.mark.parametrize(
+    "name, peak",
+    [("NVIDIA L4", 121e12), ("NVIDIA L40S", 362e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("Tesla V100-SXM2-16GB", 125e12)]
+    + [(name, FAST["bfloat16"]) for name in ("NVIDIA A10G", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA RTX A1000")],
+)
+def test_a_card_is_known_by_whole_words_or_measured(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert Speed().peak_flops(torch.device("cuda"), "bfloat16", FAST) == peak
+
+
 def test_measuring_leaves_the_random_state_alone():
     before = torch.get_rng_state()
     measured = Speed().measure(torch.device("cpu"))

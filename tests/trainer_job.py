@@ -4,6 +4,7 @@ Run under torchrun with a folder and five free ports, it is what the ranks of te
 """
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -171,6 +172,12 @@ def refusals(folder, rank):
             make_trainer(folder, **options).train()
         except ValueError as error:
             said[name] = str(error)
+    trainer = make_trainer(folder, train_batch_size=4)
+    trainer.choices = replace(trainer.choices, dtype="bfloat16" if rank else "float32")  # as --dtype auto does on unlike cards
+    try:
+        trainer.train()
+    except ValueError as error:
+        said["cards"] = str(error)
     return said
 
 
