@@ -1,4 +1,4 @@
-"""Build minigpt from settings.ini, the one place for its metadata."""
+"""Build minigpt; its name, version and requirements stand in settings.ini, which nbdev reads too."""
 from configparser import ConfigParser
 from pathlib import Path
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Slurm: sbatch launch/slurm.sh, from this repository, which all nodes see. Words after it go to pretrainer.py.
+# Slurm: ./run sbatch launch/slurm.sh, from this repository, which all nodes see. Words after it go to pretrainer.py.
+# DATA=texts or a .bin, OUTPUT=run folder, in front: both on a disk that all nodes see.
 #SBATCH --job-name=minigpt
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1          # one torchrun per node; it starts one process per card
@@ -24,18 +25,19 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # silences torchrun's banner; pret
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")  # one a line
 head=${nodes%%$'\n'*}
 port=$((20000 + SLURM_JOB_ID % 10000))  # two jobs that share a node don't collide
+processes=${SLURM_GPUS_ON_NODE:+gpu}  # one per card, and none at all where the driver does not answer
 output=${OUTPUT:-runs/slurm-$SLURM_JOB_ID}  # a requeued job keeps its id, so it finds its checkpoints
 
 # SLURM_NODEID differs per node, so the shell that srun starts there fills it in, not this one. Where one node fails, the others
 # have 100 s to end by themselves, as rank 0 may still be writing its checkpoint; killed at once, they could not.
 on_each_node() {
     # shellcheck disable=SC2016
-    srun --kill-on-bad-exit=0 --wait=100 bash -c 'exec torchrun --nnodes="$SLURM_NNODES" --nproc_per_node=auto --node_rank="$SLURM_NODEID" "$@"' torchrun \
-        --master_addr="$head" --master_port="$port" --max-restarts=0 --shutdown-timeout=100 "$@"
+    srun --kill-on-bad-exit=0 --wait=100 bash -c 'exec torchrun --nnodes="$SLURM_NNODES" --node_rank="$SLURM_NODEID" "$@"' torchrun \
+        --nproc_per_node="${processes:-auto}" --master_addr="$head" --master_port="$port" --max-restarts=0 --shutdown-timeout=100 "$@"
 }
 
 # A look before the leap, some seconds: do the nodes meet, with the same software and clock? Its findings are in the log.
-on_each_node -m minigpt.failure_lab check --timeout 60 || { echo "the nodes are not fit: see the lines with warn"; exit 1; }
+on_each_node -m minigpt.failure_lab check --timeout 60 ${DATA:+--data "$DATA"} || { echo "the nodes are not fit: see the lines with warn"; exit 1; }
 
 # bash runs a trap only once a foreground command has ended; so srun runs in the background and is waited for.
 again() {
@@ -46,7 +48,7 @@ again() {
     scontrol requeue "$SLURM_JOB_ID"
     exit 143
 }
-on_each_node minigpt/pretrainer.py --output_dir "$output" --save_steps 200 "$@" &
+on_each_node minigpt/pretrainer.py ${DATA:+--dataset_path "$DATA"} --output_dir "$output" --save_steps 200 "$@" &
 step=$!
 trap again TERM
 wait "$step"

@@ -10,8 +10,8 @@ __all__ = ['CASES', 'NOISE', 'WAYS', 'MB', 'CURES', 'SWITCHES', 'CHECKS', 'Outco
            'Recomputes', 'recompute', 'shapes', 'raises', 'prefixed', 'late', 'recorded', 'endless', 'wait_for_message',
            'read_slowly', 'Finding', 'within', 'check_versions', 'check_devices', 'check_backends', 'check_environment',
            'check_loopback', 'check_interface', 'check_disk', 'check_shared_memory', 'check_pages', 'time_sum',
-           'fingerprint', 'facts', 'check_same', 'clock_gap', 'probe', 'several_nodes', 'probe_ranks', 'check_ranks',
-           'guarded', 'check', 'main']
+           'fingerprint', 'facts', 'check_same', 'cards_here', 'check_cards', 'clock_gap', 'probe', 'probe_ranks',
+           'check_ranks', 'guarded', 'check', 'main']
 
 # %% ../nbs/12_failure_lab.ipynb #imports
 import argparse, faulthandler, hashlib, json, multiprocessing, os, platform, re, shutil, signal, socket, statistics, sys, tempfile, threading, time
@@ -480,9 +480,8 @@ def check_versions(folder):
 
 def check_devices(folder):
     "Cores and cards, and a driver that this torch can't use"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    text = f"{cores} CPU cores, {len(cards)} CUDA cards {cards or ''}".rstrip()
+    text = f"{collectives.cpu_cores()} CPU cores, {len(cards)} CUDA cards {cards or ''}".rstrip()
     if not cards and torch.version.cuda:
         return Finding("hint", "devices", f"{text}, though torch is built for CUDA {torch.version.cuda}", "read nvidia-smi and CUDA_VISIBLE_DEVICES")
     if not cards and shutil.which("nvidia-smi"):
@@ -545,7 +544,7 @@ def check_disk(folder, size=16 * MB):
 def check_shared_memory(folder, path="/dev/shm"):
     if not Path(path).is_dir(): return Finding("ok", "shared memory", f"this system has no {path}")
     free = shutil.disk_usage(path).free
-    if free < 256 * MB: return Finding("warn", "shared memory", f"{path} has {free / 1e6:.0f} MB free", "docker run --shm-size=1g, or --num_workers 0")
+    if free < 256 * MB: return Finding("warn", "shared memory", f"{path} has {free / 1e6:.0f} MB free", "docker run --shm-size=1g, or --workers 0")
     return Finding("ok", "shared memory", f"{path} has {free / 1e9:.1f} GB free")
 
 def check_pages(folder):
@@ -613,6 +612,20 @@ def check_same(
         findings.append(Finding("warn", f"same {name}", text, CURES[name]) if bad else Finding("ok", f"same {name}", text))
     return findings
 
+# %% ../nbs/12_failure_lab.ipynb #check-cards
+def cards_here() -> dict:
+    "This rank's node, the ranks on it, and the CUDA cards that they could use"
+    cards = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    return dict(node=os.environ.get("GROUP_RANK", "0"), ranks=int(os.environ.get("LOCAL_WORLD_SIZE", 1)), cards=cards)
+
+def check_cards(
+    by_rank: list[dict],  # each rank's `cards_here`
+) -> list[Finding]:       # none where no node has cards, or one machine has fewer than ranks: then they compute on CPUs
+    "A finding that names the nodes with fewer cards than ranks, beside nodes that have cards"
+    short = sorted({f"node {n['node']} has {n['cards']} for {n['ranks']} ranks" for n in by_rank if n["cards"] < n["ranks"]})
+    alike = len({n["node"] for n in by_rank}) == 1 or not any(n["cards"] for n in by_rank)
+    return [] if alike or not short else [Finding("warn", "cards", "; ".join(short), "read nvidia-smi and CUDA_VISIBLE_DEVICES there")]
+
 # %% ../nbs/12_failure_lab.ipynb #clock-gap
 def clock_gap(repeats: int = 5) -> float:
     "How far the ranks' clocks differ at most, in seconds; the time of a barrier is in it"
@@ -637,21 +650,17 @@ def probe(
     sizes, place, own = (1, 16), collectives.rank_env() or dict(local_rank=0), facts(data)  # before the group: reading takes its time
     with collectives.process_group(timeout=timeout) as (rank, world):
         everyone = [None] * world
-        dist.all_gather_object(everyone, own)
-        found = dict(rank=rank, world=world, facts=everyone, clock=clock_gap(), sums={f"{mb} MB": time_sum(mb) for mb in sizes})
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if dist.is_nccl_available() and torch.cuda.device_count() >= local_ranks:
+        dist.all_gather_object(everyone, (own, cards_here()))
+        owns, nodes = zip(*everyone)
+        found = dict(rank=rank, world=world, facts=owns, cards=nodes, clock=clock_gap(), sums={f"{mb} MB": time_sum(mb) for mb in sizes})
+        if all(node["cards"] >= node["ranks"] for node in nodes):  # decided by all alike: who makes a group alone waits for ever
             torch.cuda.set_device(place["local_rank"])
-            cards = dist.new_group(backend="nccl")
+            cards = dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))
             found["sums"] |= {f"{mb} MB on cards": time_sum(mb, "cuda", cards) for mb in sizes}
     return found
 
 # %% ../nbs/12_failure_lab.ipynb #probe-ranks
 SWITCHES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE", "NCCL_DEBUG")
-
-def several_nodes():
-    world = os.environ.get("WORLD_SIZE")
-    return os.environ.get("LOCAL_WORLD_SIZE", world) != world
 
 def probe_ranks(nproc, timeout, data):
     "What each rank found: those of this launch, else `nproc` new ones"
@@ -664,13 +673,13 @@ def probe_ranks(nproc, timeout, data):
 # %% ../nbs/12_failure_lab.ipynb #check-ranks
 def check_ranks(nproc, timeout, data=""):
     "Findings that need several ranks: they meet, have the same software and data, sums are right and how fast, clocks agree"
-    link = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME=the interface between the nodes (ip addr), ports open" if several_nodes() else "GLOO_SOCKET_IFNAME=lo"
+    link = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME=the interface between the nodes (ip addr), ports open" if collectives.several_machines(os.environ) else "GLOO_SOCKET_IFNAME=lo"
     tried = f"export {link}; with cards NCCL_DEBUG=INFO, NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1"
     try: found = probe_ranks(nproc, timeout, data)
     except (collectives.RankError, dist.DistError, RuntimeError, OSError) as error:
         return [Finding("warn", "ranks", re.sub(NOISE, "", str(error).splitlines()[0]), tried)]
     switches = " ".join(f"{name}={os.environ[name]}" for name in SWITCHES if name in os.environ)
-    findings = [Finding("ok", "ranks", f"{found[0]['world']} met; switches set: {switches or 'none'}"), *check_same(found[0]["facts"])]
+    findings = [Finding("ok", "ranks", f"{found[0]['world']} met; switches set: {switches or 'none'}"), *check_same(found[0]["facts"]), *check_cards(found[0]["cards"])]
     for size in found[0]["sums"]:
         right, seconds = all(f["sums"][size][0] for f in found), max(f["sums"][size][1] for f in found)
         text = f"of {size} {'right' if right else 'WRONG'} in {seconds * 1e3:.1f} ms, {float(size.split()[0]) / 1e3 * 1.048576 / seconds:.2f} GB/s"
@@ -695,7 +704,7 @@ def check(
     data: str = "",        # a .bin, text or folder that must be the same for all ranks
 ) -> bool:                 # nothing to mend
     "Test this machine, or all nodes of a launch, printing a line for each finding as it comes"
-    levels, node = {}, f"node {os.environ.get('GROUP_RANK')}: " if several_nodes() else ""
+    levels, node = {}, f"node {os.environ.get('GROUP_RANK', '?')}: " if collectives.several_machines(os.environ) else ""
     def tell(finding):
         levels[finding.name] = finding.level
         if os.environ.get("LOCAL_RANK", "0") == "0": print(f"{node}{finding}", flush=True)
@@ -717,6 +726,7 @@ def main(
     parser.add_argument("--limit", type=float, default=10, help="seconds for one case")
     parser.add_argument("--data", default="", metavar="PATH", help="a .bin, text or folder that check compares between the ranks")
     options = parser.parse_args(argv)
+    if options.what == "run" and not options.names: parser.error(f"name a case: {', '.join(CASES)}")
     try: check_names(options.names)
     except ValueError as error: parser.error(str(error))
     if options.what == "check": sys.exit(0 if check(options.nproc, timeout=options.timeout or 10, data=options.data) else 1)

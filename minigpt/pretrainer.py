@@ -6,7 +6,7 @@
 __all__ = ['SIZES', 'STRATEGIES', 'CHOICES', 'GROUPS', 'OPTIONS', 'ALIASES', 'ELSEWHERE', 'NEEDS', 'WORDS', 'MAX_CONFIG_BYTES',
            'METAVARS', 'EXAMPLES', 'STARTERS', 'RunArgs', 'kind_of', 'convert', 'known_option', 'read_config',
            'field_help', 'env_int', 'complain', 'OneLineParser', 'default_text', 'build_parser', 'parse_args',
-           'my_turn', 'tell', 'prepare_data', 'open_data', 'build_model', 'choose_strategy', 'interface_to',
+           'no_locks', 'my_turn', 'tell', 'prepare_data', 'open_data', 'build_model', 'choose_strategy', 'interface_to',
            'name_leads_out', 'settle_environment', 'share_cores', 'opening', 'sample', 'log_to', 'fresh_folder',
            'sole_use', 'plan', 'asked_for', 'check_same_step', 'start', 'leave', 'build_trainer', 'finish', 'job',
            'stopped', 'known_trouble', 'what_is_left', 'sigterm_as_exit', 'main', 'load_run']
@@ -301,8 +301,10 @@ def parse_args(
     given = vars(given)
     places = {}
     try:
-        for word in unknown:
-            known_option(word.lstrip("-").partition("=")[0], word)
+        if unknown:
+            bare = unknown[0].lstrip("-").partition("=")[0]
+            name = bare if bare == "config" else known_option(bare, unknown[0])
+            raise ValueError(f"{unknown[0]}: an option begins with two dashes: --{name}")
         config = given.pop("config", None)
         options, places = read_config(config) if config else ({}, {})
         options = dict(output_dir="") | options  # none: a folder named by the time, made later
@@ -315,6 +317,13 @@ def parse_args(
         parser.error(f"{by_file[0]}: {error}" if by_file else error)
 
 # %% ../nbs/11_launch.ipynb #my-turn
+def no_locks(
+    error: Exception,  # of a FileLock
+) -> bool:
+    "Does the file system lack locks?"
+    return getattr(error, "errno", None) in (None, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
 @contextmanager
 def my_turn(
     path: Path,  # of the lock file
@@ -327,6 +336,11 @@ def my_turn(
     except Timeout:
         print(f"[rank {env_int('RANK', 0)}] waiting for another process to prepare the data in {path.parent}", flush=True)
         lock.acquire()
+    except (NotImplementedError, OSError) as error:
+        if not no_locks(error):
+            raise
+        cure = "set MINIGPT_DATA to a local folder, or prepare a .bin first"
+        raise ValueError(f"{path}: this file system has no locks; {cure}") from None
     try:
         yield
     finally:
@@ -444,29 +458,25 @@ def settle_environment(
     platform: str = sys.platform,  # linux, darwin, win32
 ):
     "What a machine's own quirks ask for before ranks meet"
-    if platform == "win32":
-        env.setdefault("USE_LIBUV", "0")  # PyTorch for Windows comes without libuv
-    if "MASTER_ADDR" not in env:
-        return
-    if env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE"):  # all ranks on this machine
-        loopback = {"linux": "lo", "darwin": "lo0"}.get(platform)
-        if loopback:
-            env.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    here = "MASTER_ADDR" in env and not collectives.several_machines(env)
+    for name, value in collectives.QUIRKS.get(platform, {}).items():
+        if here or platform == "win32":
+            env.setdefault(name, value)
+    if here:
         try:
             socket.getaddrinfo(env["MASTER_ADDR"], None)
         except OSError:  # a host name that nobody resolves, not even the host
             env["MASTER_ADDR"] = "127.0.0.1"
-    elif "GLOO_SOCKET_IFNAME" not in env and not name_leads_out() and (way := interface_to(env["MASTER_ADDR"])):
+    elif "MASTER_ADDR" in env and "GLOO_SOCKET_IFNAME" not in env and not name_leads_out() and (way := interface_to(env["MASTER_ADDR"])):
         env["GLOO_SOCKET_IFNAME"] = way
 
 # %% ../nbs/11_launch.ipynb #share-cores
 def share_cores():
-    "Each process of a machine takes its share of the cores; a number the user set in OMP_NUM_THREADS stands"
+    "Each process of a machine takes its share of the cores; an OMP_NUM_THREADS above 1 stands; for one thread give --threads 1"
     processes = env_int("LOCAL_WORLD_SIZE", 1)
     given = os.environ.get("OMP_NUM_THREADS")
     if given is None or (given == "1" and processes > 1):  # torchrun itself sets 1
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // processes))
+        torch.set_num_threads(max(1, collectives.cpu_cores() // processes))
 
 # %% ../nbs/11_launch.ipynb #opening
 def opening(
@@ -535,7 +545,7 @@ def sole_use(
     except Timeout:
         raise ValueError(f"--output_dir {folder}: another run is writing there; wait for it, or give another folder") from None
     except (NotImplementedError, OSError) as error:
-        if getattr(error, "errno", None) not in (None, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+        if not no_locks(error):
             raise
         tell(f"note: the file system of {folder} has no locks: take care that no other run writes there")
     return lock
@@ -570,10 +580,8 @@ def asked_for(
     options: dict,  # model fields as given
 ) -> str:
     "The options that differ from their defaults, as flags: what a reader of the log needs to start the same job"
-    changed = {}
-    for given in (run, train):
-        plain = type(given)()
-        changed |= {name: value for name, value in asdict(given).items() if value not in ("", getattr(plain, name))}
+    plain = asdict(RunArgs()) | asdict(pretrainer_single.TrainArgs()) | dict(min_lr=train.learning_rate / 10)
+    changed = {name: value for name, value in {**asdict(run), **asdict(train)}.items() if value not in ("", plain[name])}
     text = lambda value: shlex.join(map(str, value if isinstance(value, list) else [value]))
     flags = [f"--{name} {text(value)}" for name, value in {**changed, **options}.items()]
     return "asked for: " + (" ".join(flags) or "nothing, all by default")
@@ -798,9 +806,7 @@ def load_run(
 ) -> tuple[transformer.MiniGPT, tokenizer.Tokenizer]:
     "The model that a run trained, with its tokenizer"
     checkpoints = checkpoint.Checkpointer(folder)
-    path = which or checkpoints.newest()[0]
-    if which == "best":
-        path = checkpoints.best()
+    path = checkpoints.best() if which == "best" else which or checkpoints.newest()[0]
     if not path:
         raise FileNotFoundError(f"{folder}: no whole checkpoint in it; give a run's own folder")
     state = checkpoints.load(path)

@@ -1,13 +1,17 @@
 """Chapter 12: the cases of the failure lab, by two launches at once, and the self-test of a machine under friendly and hostile conditions."""
+import ast
+import re
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 import minigpt.failure_lab as lab
+import minigpt.pretrainer as pretrainer
 from minigpt.collectives import RANK_VARIABLES, launch_env
 from minigpt.pretrain_dataset import PretrainBinaryDataset, prepare_files
 
@@ -229,6 +233,49 @@ def test_check_of_each_thing_warns_with_a_cure(tmp_path, monkeypatch):
     findings += [lab.check_interface(tmp_path), lab.check_disk(unwritable)]
     for finding in findings:
         assert finding.level == "warn" and finding.cure and "\n" not in str(finding), finding
+
+
+def cures():
+    "Every text from which the self-test makes a cure"
+    tree = ast.parse(Path(lab.__file__).read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding" and len(node.args) > 3]
+    strings = [part.value for call in calls for part in ast.walk(call.args[3]) if isinstance(part, ast.Constant)]
+    assert len(strings) > 8
+    return [*strings, *lab.CURES.values()]
+
+
+def test_every_flag_in_a_cure_is_one_of_ours():
+    others = {"shm-size"}  # docker's
+    flags = {flag for cure in cures() for flag in re.findall(r"--([\w-]+)", str(cure))}
+    assert "workers" in flags and flags - others <= set(pretrainer.OPTIONS)
+
+
+def test_a_node_with_fewer_cards_than_ranks_is_named():
+    "And where all have cards enough, or none has any, or a machine alone starts more ranks than cards, there is nothing to mend"
+    node = lambda number, cards: [dict(node=number, ranks=2, cards=cards)] * 2
+    for fine in (node("0", 2) + node("1", 2), node("0", 0) + node("1", 0), node("0", 1)):
+        assert lab.check_cards(fine) == []
+    found, = lab.check_cards(node("0", 2) + node("1", 1))
+    assert found.level == "warn" and found.text == "node 1 has 1 for 2 ranks" and found.cure
+
+
+@pytest.mark.parametrize("cards, groups", [(1, 1), (0, 0)])
+def test_cards_are_tried_with_the_probes_own_patience(cards, groups, monkeypatch):
+    "NCCL's default is ten minutes"
+    monkeypatch.setattr(lab.torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(lab.torch.cuda, "set_device", mock.Mock())
+    monkeypatch.setattr(lab.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(lab.dist, "new_group", new_group := mock.Mock())
+    monkeypatch.setattr(lab, "time_sum", lambda *args: (True, 1.0))
+    assert ("1 MB on cards" in lab.probe(timeout=7)["sums"]) == bool(groups)
+    assert new_group.call_count == groups and all(call.kwargs["timeout"].total_seconds() == 7 for call in new_group.call_args_list)
+
+
+def test_run_without_a_case_starts_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(lab, "run_cases", mock.Mock())
+    with pytest.raises(SystemExit) as stop:
+        lab.main(["run"])
+    assert stop.value.code == 2 and "name a case: " in capsys.readouterr().err and not lab.run_cases.called
 
 
 def test_nodes_that_differ_are_named_by_rank(tmp_path):

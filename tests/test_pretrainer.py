@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -308,6 +309,12 @@ BAD = {  # arguments -> words of the one line
     "--lr 1e-3": "--lr did you mean learning_rate?",
     "--last_checkpoint x": "did you mean last_checkpoint_path?",
     "train.txt": "train.txt: no such option",
+    "max_steps=5": "max_steps=5: an option begins with two dashes: --max_steps",
+    "-max_steps=5": "-max_steps=5: two dashes: --max_steps",
+    "-flash_attn": "-flash_attn: two dashes: --flash_attn",
+    "seed": "seed: two dashes: --seed",
+    "-config=BAD_KEY": "two dashes: --config",
+    "last_checkpoint_path=x": "two dashes: --resume",
     "--max_steps 3.5": "--max_steps 3.5 whole number",
     "--seed x": "--seed x whole number",
     "--seed": "--seed expected one argument",
@@ -458,6 +465,15 @@ def test_p25_each_process_takes_its_share_of_the_cores(monkeypatch):
     assert taken == [8, 4, 4, 1]
 
 
+@pytest.mark.parametrize("words", ["", "--learning_rate 1e-3", "--learning_rate 1e-3 --min_lr 4e-4", "--min_lr 1e-5", "--seed 5 --prompt 你好"])
+def test_the_printed_flags_start_the_same_job(words):
+    "--min_lr 4e-4 is the default of another learning rate only"
+    given = pretrainer.parse_args(words.split())
+    asked = shlex.split(pretrainer.asked_for(*given).removeprefix("asked for: "))
+    assert pretrainer.parse_args(asked) == given if words else asked[0] == "nothing,"
+    assert len(asked) == len(words.split()) or not words  # and no flag more
+
+
 def test_ranks_that_resume_from_different_steps_are_refused(monkeypatch):
     "Two machines without a common folder: the second one finds no checkpoint"
 
@@ -552,6 +568,15 @@ def test_a_file_system_without_locks_is_told_and_trained_on(error, tmp_path, mon
     monkeypatch.setattr(pretrainer.FileLock, "acquire", mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
     with pytest.raises(PermissionError):
         pretrainer.sole_use(tmp_path)
+
+
+@pytest.mark.parametrize("error", [NotImplementedError(), OSError(errno.ENOLCK, "No locks available")])
+def test_data_are_not_prepared_where_there_are_no_locks(error, texts, tmp_path, monkeypatch, capsys):
+    "Two processes could write one file: the line names the lock and the cure"
+    monkeypatch.setattr(pretrainer.FileLock, "acquire", mock.Mock(side_effect=error))
+    assert cli("--dataset_path", texts, *SMALL, "--output_dir", tmp_path) == 2
+    told = capsys.readouterr().err
+    assert "prepare.lock: this file system has no locks; set MINIGPT_DATA" in told and len(told.splitlines()) == 1
 
 
 def test_a_mistake_frees_the_folder(stand_ins, tmp_path):

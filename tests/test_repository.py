@@ -188,6 +188,23 @@ def test_one_notebook_one_module():
 # ---- what a contributor meets
 
 
+def test_a_package_is_built_from_its_own_source_archive(tmp_path):
+    "setup.py reads settings.ini and README.md, so both travel"
+    for name in ("settings.ini", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "minigpt", tmp_path / "minigpt", ignore=shutil.ignore_patterns("__pycache__"))
+    build = lambda folder, *words: subprocess.run([sys.executable, "setup.py", "-q", *words], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert build(tmp_path, "sdist").returncode == 0
+    archive, = (tmp_path / "dist").iterdir()
+    shutil.unpack_archive(archive, tmp_path / "unpacked")
+    done = build(next((tmp_path / "unpacked").iterdir()), "build")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_ci_sees_a_module_that_was_never_added():
+    assert "git status --porcelain -- minigpt nbs" in (ROOT / ".ci" / "run").read_text()
+
+
 def test_b11_data_lie_in_the_same_place_from_any_folder(tmp_path, monkeypatch):
     "B11"
     from minigpt.pretrain_dataset import data_dir
