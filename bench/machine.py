@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from minigpt.collectives import cpu_cores
 from minigpt.speed import call_times, card_flops, matmul_flops
 from minigpt.transformer import GPTConfig
 
@@ -44,9 +45,8 @@ def pages() -> str:
 def described() -> dict:
     "The machine, for the report"
     cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return dict(
-        cpu=cpu_name(), cores=cores, memory_gib=memory_gib(), vector=torch.backends.cpu.get_cpu_capability(), gpus=cards, system=platform.platform(),
+        cpu=cpu_name(), cores=cpu_cores(), memory_gib=memory_gib(), vector=torch.backends.cpu.get_cpu_capability(), gpus=cards, system=platform.platform(),
         python=sys.version.split()[0], packages={name: installed(name) for name in PACKAGES}, memory_pages=pages(),
     )  # fmt: skip
 

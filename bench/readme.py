@@ -14,7 +14,7 @@ WORDS = {  # file -> its words
         ratio="speed over plain [95 %]", share="% of bf16 peak", loss="loss", where="Measured on {cpu}, {cores} cores, torch {torch}, {date}, by `./run python -m bench{quick}`.",
     ),
     "README.zh-CN.md": dict(
-        what="项目", size="规模", goal="目标", reached="实测 [95 %]", yes="达到", no="未达到", unknown="未测", contender="参赛者，规模",
+        what="项目", size="规模", goal="目标", reached="实测 [95 %]", yes="达到", no="未达到", unknown="未测", contender="对比对象，规模",
         ratio="比朴素实现的速度 [95 %]", share="占 bf16 峰值 %", loss="损失", where="测于 {cpu}，{cores} 核，torch {torch}，{date}，命令 `./run python -m bench{quick}`。",
     ),
 }  # fmt: skip
