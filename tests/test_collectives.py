@@ -141,6 +141,7 @@ def two_failures(tmp_path_factory):
     def launch(name):
         job = script(folders[name], f"""
             note("rank")
+            dist.barrier()
             if rank == 1: {ways[name]}
             dist.all_reduce(torch.ones(1))
         """)

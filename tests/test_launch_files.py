@@ -159,7 +159,8 @@ echo "$@" >> {tmp_path}/notes
 if [ "$2" = venv ]; then rm -f "$3/bin/python"; printf '#!/bin/sh\\necho "$@" >> {tmp_path}/notes' > "$3/bin/python"; chmod +x "$3/bin/python"; fi
 ''')
     stand_in.chmod(0o755)
-    done = subprocess.run([tree / "run", "true"], env=os.environ | dict(PYTHON=str(stand_in)), capture_output=True, text=True)
+    env = os.environ | dict(PYTHON=str(stand_in), MINIGPT_VENV=str(tree / ".venv"))
+    done = subprocess.run([tree / "run", "true"], env=env, capture_output=True, text=True)
     assert done.returncode == 0 and len(done.stderr.splitlines()) == 1, done.stderr
     notes = (tmp_path / "notes").read_text()
     assert f"-m venv {tree}/.venv" in notes and f"--editable {tree}[dev]" in notes and (tree / ".venv" / "installed").exists()
