@@ -114,13 +114,15 @@ def test_train_from_end_to_end(tmp_path):
 
 def test_the_readmes_table_is_written_between_its_marks(tmp_path):
     rows = [dict(row, peak_share=40.0, loss=3.0) for row in result()["tables"][0]["rows"]]
-    report.write(result(tables=[dict(title="Step", base="plain", rows=rows)]), tmp_path)
+    pages = [dict(row, name=f"{row['name']}, huge pages, kept") for row in rows]
+    report.write(result(tables=[dict(title="Step", base="plain", rows=rows), dict(title="Pages", base="default pages", rows=pages)]), tmp_path)
     for file in readme.WORDS:
         (tmp_path / file).write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n", encoding="utf-8")
     readme.rewrite(tmp_path, tmp_path)
     english, chinese = ((tmp_path / file).read_text(encoding="utf-8") for file in readme.WORDS)
     assert english.startswith("before\n") and english.endswith("\nafter\n") and "old" not in english
     assert "| training step over plain | S | ≥ 3.5 x | 2 [1.5, 2.5] x | no |" in english and "| 未达到 |" in chinese
+    assert "| all levers, huge pages, kept, S | 2 [1.5, 2.5] |" in english and "仅改内存页" in chinese
     assert english.index("all levers, S") < english.index("plain, S")  # the fastest first
     assert readme.rewrite(tmp_path, tmp_path) and (tmp_path / "README.md").read_text(encoding="utf-8") == english
     with pytest.raises(ValueError, match="no results in"):
