@@ -78,20 +78,15 @@ def measured(command: str, work: Work) -> dict:
     return result | dict(work=work.described(), machine=machine.described())
 
 
-def measure_and_write(command: str, work: Work, options):
-    "One command, from start to its files"
-    result = measured(command, work)
-    paths = report.write(result, options.out)
+def tried(command: str, work: Work, out: Path) -> int:
+    "Measure and write one command; what this machine can't do is told, and the next one may come; the exit code"
+    try:
+        result = measured(command, work)
+        paths = report.write(result, out)
+    except (ValueError, OSError) as error:
+        return complain(f"{command}: {error}")
     print(report.markdown(result))
     print("written:", *paths)
-
-
-def tried(command: str, work: Work, options) -> int:
-    "One of all commands: what this machine can't do is told, and the next one comes"
-    try:
-        measure_and_write(command, work, options)
-    except ValueError as error:
-        return complain(f"{command}: {error}")
     return 0
 
 
@@ -104,12 +99,9 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         work = work_of(options)
         torch.set_num_threads(work.threads)
-        if options.command:
-            measure_and_write(options.command, work, options)
-            return 0
     except (ValueError, OSError) as error:
         return complain(error)
-    return max(tried(command, work, options) for command in COMMANDS)
+    return max(tried(command, work, options.out) for command in ([options.command] if options.command else COMMANDS))
 
 
 if __name__ == "__main__":
