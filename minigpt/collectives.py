@@ -64,8 +64,8 @@ def launch_command(
 
 # %% ../nbs/08_collectives.ipynb #machine
 QUIRKS = {  # what the ranks of one machine need, by platform
-    "linux": dict(GLOO_SOCKET_IFNAME="lo"), "darwin": dict(GLOO_SOCKET_IFNAME="lo0"),  # else gloo asks which address the host name has
-    "win32": dict(USE_LIBUV="0"),  # torch for Windows is built without libuv
+    "linux": dict(GLOO_SOCKET_IFNAME="lo"), "darwin": dict(GLOO_SOCKET_IFNAME="lo0"),  # else gloo (section 5) asks which address the host name has
+    "win32": dict(USE_LIBUV="0"),  # torch for Windows is built without libuv, which torchrun would ask for
 }
 
 def cpu_cores() -> int:
@@ -85,8 +85,8 @@ def launch_env(
     platform: str = sys.platform,  # "linux", "darwin", "win32"
 ) -> dict:                         # the launcher's environment, handed on to each rank
     "This process's environment plus what ranks on one machine need, less what would mislead torchrun"
-    threads = str(max(1, cpu_cores() // nproc))
-    ours = dict(OMP_NUM_THREADS=threads, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **QUIRKS.get(platform, {}))
+    threads = str(max(1, cpu_cores() // nproc))  # without it torchrun sets 1, and says so in a banner
+    ours = dict(OMP_NUM_THREADS=threads, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **QUIRKS.get(platform, {}))  # the store: for restarts (chapter 11)
     def misleads(name, value):  # PET_NNODES and the like are torchrun's options, of another launch (Kubernetes sets them)
         no_number = name == "OMP_NUM_THREADS" and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", value)
         return name.startswith("PET_") or no_number or (name in ours and not value)
