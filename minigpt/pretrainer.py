@@ -8,31 +8,16 @@ __all__ = ['SIZES', 'STRATEGIES', 'CHOICES', 'GROUPS', 'OPTIONS', 'ALIASES', 'EL
            'field_help', 'env_int', 'complain', 'OneLineParser', 'default_text', 'build_parser', 'parse_args',
            'no_locks', 'my_turn', 'tell', 'prepare_data', 'open_data', 'build_model', 'choose_strategy', 'interface_to',
            'name_leads_out', 'settle_environment', 'share_cores', 'opening', 'sample', 'log_to', 'fresh_folder',
-           'sole_use', 'plan', 'asked_for', 'check_same_step', 'start', 'leave', 'build_trainer', 'finish', 'job',
-           'stopped', 'known_trouble', 'what_is_left', 'sigterm_as_exit', 'main', 'load_run']
+           'sole_use', 'plan', 'asked_for', 'check_same_step', 'open_checkpoints', 'start', 'leave', 'build_trainer',
+           'finish', 'job', 'stopped', 'sigterm_as_exit', 'known_trouble', 'what_is_left', 'main', 'load_run']
 
 # %% ../nbs/11_launch.ipynb #imports
-import argparse
-import difflib
-import errno
-import inspect
-import json
-import math
-import os
-import re
-import shlex
-import signal
-import socket
-import sys
-import threading
-import time
-import warnings
+import argparse, difflib, errno, inspect, itertools, json, math, os, re, shlex, signal, socket, sys, threading, time, warnings
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 
-import torch
-import yaml
+import torch, yaml
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
@@ -77,10 +62,9 @@ class RunArgs:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"--{name} {getattr(self, name)}: choose from {', '.join(choices)}")
-        if self.sample_tokens < 0:
-            raise ValueError(f"--sample_tokens {self.sample_tokens}: can't be negative; 0 switches samples off")
-        if self.shard_tokens < 0:
-            raise ValueError(f"--shard_tokens {self.shard_tokens}: can't be negative; 0 makes one file")
+        for name, zero in dict(sample_tokens="switches samples off", shard_tokens="makes one file").items():
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name} {getattr(self, name)}: can't be negative; 0 {zero}")
         if self.dataset_path and self.corpus:
             raise ValueError(f"--dataset_path and --corpus {self.corpus} both name a text: give one of them")
         if self.prepared and not all(pretrain_dataset.find_shards(path) for path in self.dataset_path):
@@ -317,10 +301,8 @@ def parse_args(
         parser.error(f"{by_file[0]}: {error}" if by_file else error)
 
 # %% ../nbs/11_launch.ipynb #my-turn
-def no_locks(
-    error: Exception,  # of a FileLock
-) -> bool:
-    "Does the file system lack locks?"
+def no_locks(error: Exception) -> bool:
+    "Does the file system lack locks, by what a FileLock raised?"
     return getattr(error, "errno", None) in (None, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -470,7 +452,7 @@ def settle_environment(
     elif "MASTER_ADDR" in env and "GLOO_SOCKET_IFNAME" not in env and not name_leads_out() and (way := interface_to(env["MASTER_ADDR"])):
         env["GLOO_SOCKET_IFNAME"] = way
 
-# %% ../nbs/11_launch.ipynb #share-cores
+
 def share_cores():
     "Each process of a machine takes its share of the cores; an OMP_NUM_THREADS above 1 stands; for one thread give --threads 1"
     processes = env_int("LOCAL_WORLD_SIZE", 1)
@@ -521,21 +503,16 @@ def fresh_folder() -> str:  # under runs/ in the working directory
     "A folder named by the time, made by rank 0, and never one that another run has"
     if env_int("TORCHELASTIC_MAX_RESTARTS", 0):
         raise ValueError("--output_dir: give one with torchrun --max-restarts, else a restarted job would begin anew in another folder")
-    folder = name = f"runs/{time.strftime('%Y-%m-%d-%H%M%S')}"
-    number = 1
-    while env_int("RANK", 0) == 0:
-        try:
+    name = f"runs/{time.strftime('%Y-%m-%d-%H%M%S')}"
+    for number in itertools.count(1):
+        folder = name if number == 1 else f"{name}-{number}"
+        if env_int("RANK", 0): return folder
+        with suppress(FileExistsError):  # another run began in this very second
             Path(folder).mkdir(parents=True)
-            break
-        except FileExistsError:  # another run began in this very second
-            number += 1
-            folder = f"{name}-{number}"
-    return folder
+            return folder
 
 
-def sole_use(
-    folder: str | Path,  # the run's own
-) -> FileLock:  # rank 0 holds it until it releases it or ends, however it ends
+def sole_use(folder: str | Path) -> FileLock:  # rank 0 holds it until it releases it or ends, however it ends
     "Two runs must not write one folder, on one machine or on two: the second is refused"
     lock = FileLock(Path(folder) / ".lock")
     try:
@@ -545,8 +522,7 @@ def sole_use(
     except Timeout:
         raise ValueError(f"--output_dir {folder}: another run is writing there; wait for it, or give another folder") from None
     except (NotImplementedError, OSError) as error:
-        if not no_locks(error):
-            raise
+        if not no_locks(error): raise
         tell(f"note: the file system of {folder} has no locks: take care that no other run writes there")
     return lock
 
@@ -595,6 +571,18 @@ def check_same_step(trainer):
         cure = "--output_dir must be one folder that all machines see"
         raise ValueError(f"rank {trainer.rank} starts at step {step}, others elsewhere: {cure}")
 
+
+def open_checkpoints(
+    train: pretrainer_single.TrainArgs,  # resume may change
+) -> checkpoint.Checkpointer:
+    "The run folder's checkpoints; a restarted job goes on from them, a new one doesn't write among them"
+    keeper = checkpoint.Checkpointer(train.output_dir, train.keep_last)
+    if env_int("TORCHELASTIC_RESTART_COUNT", 0) and keeper.complete():
+        train.resume = "auto"  # however it was first begun
+    if train.resume == "never" and keeper.complete():
+        raise ValueError(f"--resume never: {train.output_dir} holds the checkpoints of another run; give another --output_dir")
+    return keeper
+
 # %% ../nbs/11_launch.ipynb #start
 def start(
     trainer,  # built, not set up
@@ -634,19 +622,11 @@ def build_trainer(run: RunArgs, train: pretrainer_single.TrainArgs, options: dic
     run.prompt = run.prompt or opening(words, (eval_set if len(eval_set) else train_set)[0][0])
     model = build_model(run, options, dataset.vocab_size, train.seed)
     optimizer = pretrainer_single.build_optimizer(model, train.learning_rate, train.weight_decay)
-    where, here = dataset.path.resolve(), Path.cwd()
-    data = str(where.relative_to(here) if where.is_relative_to(here) else where)
-    about = dict(
-        strategy=run.strategy, run_args=asdict(run), model_config=asdict(model.config), data=data,
-        data_fingerprint=dataset.fingerprint, tokenizer_hash=words.hash, flops_per_token=speed.flops_per_token(model.config),
-    )  # fmt: skip
+    data, here = dataset.path.resolve(), Path.cwd()
+    about = dict(strategy=run.strategy, run_args=asdict(run), model_config=asdict(model.config), flops_per_token=speed.flops_per_token(model.config),
+                 data=str(data.relative_to(here) if data.is_relative_to(here) else data), data_fingerprint=dataset.fingerprint, tokenizer_hash=words.hash)
     STRATEGIES[run.strategy](pretrainer_single.Trainer)
-    keeper = checkpoint.Checkpointer(train.output_dir, train.keep_last)
-    if env_int("TORCHELASTIC_RESTART_COUNT", 0) and keeper.complete():
-        train.resume = "auto"  # a restarted job goes on from what it saved before, however it was first begun
-    if train.resume == "never" and keeper.complete():
-        raise ValueError(f"--resume never: {train.output_dir} holds the checkpoints of another run; give another --output_dir")
-    levers = speed.Speed() if run.speed == "auto" else None
+    keeper, levers = open_checkpoints(train), speed.Speed() if run.speed == "auto" else None
     trainer = pretrainer_single.Trainer(model, optimizer, train, device=run.device, checkpointer=keeper, about=about, speed=levers)
     trainer.set_dataset(train_set, eval_set)
     if env_int("RANK", 0) == 0 and len(eval_set):
@@ -682,33 +662,25 @@ def finish(trainer, words: tokenizer.Tokenizer):
 
 # %% ../nbs/11_launch.ipynb #job
 def job(
-    run: RunArgs,  # what to run
-    train: pretrainer_single.TrainArgs,  # how to train
-    options: dict,  # model fields as given
+    run: RunArgs, train: pretrainer_single.TrainArgs, options: dict,  # as parse_args gives them
 ) -> int:  # exit code: 0 trained, 1 part of the log is lost, 2 the user can mend it, 130 or 143 stopped by a signal
     "Build, train, draw the curve, with a sample before and after new steps; the process group is left on every path"
-    try:
-        trainer, words = build_trainer(run, train, options)
+    try: trainer, words = build_trainer(run, train, options)
+    except BrokenPipeError: raise  # nobody reads what we say: not a mistake to be mended
     except (ValueError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise  # nobody reads what we say: not a mistake to be mended
         complain(error)
         with suppress(OSError, ValueError):  # an empty run folder tells nothing
             Path(train.output_dir or "runs").rmdir()
         return 2
     try:
         done = trainer.step
-        if not done:
-            sample(trainer, words, run.prompt, run.sample_tokens)
+        if not done: sample(trainer, words, run.prompt, run.sample_tokens)
         with checkpoint.stop_on_signals(trainer):
             trainer.train()
-            if trainer.stopping:
-                return stopped(trainer)
-        if trainer.step > done:
-            sample(trainer, words, run.prompt, run.sample_tokens)
-        if trainer.is_main_process and trainer.log_file.unwritten:  # the log itself has told why
-            return 1
+            if trainer.stopping: return stopped(trainer)
+        if trainer.step > done: sample(trainer, words, run.prompt, run.sample_tokens)
         if trainer.is_main_process:
+            if trainer.log_file.unwritten: return 1  # the log itself has told why
             finish(trainer, words)
     finally:
         leave(trainer)
@@ -725,6 +697,23 @@ def stopped(
         where = f"step {trainer.step} of {trainer.total_steps}"
         complain(f"stopped by {signal.Signals(signum).name} after {where}; {what_is_left(trainer.args)}")
     return 128 + signum
+
+
+@contextmanager
+def sigterm_as_exit():
+    "Within: SIGTERM is a SystemExit of 143, so that it cleans up and is told in a line, as Ctrl-C is"
+
+    def handle(signum, frame):
+        raise SystemExit(128 + signum)
+
+    if threading.current_thread() is not threading.main_thread():  # only there can a handler be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 # %% ../nbs/11_launch.ipynb #known-trouble
 def known_trouble(
@@ -754,27 +743,8 @@ def what_is_left(
         return "; ".join([*notes, f"the same command with {how} goes on from {newest.name}"])
     return "there is no checkpoint yet: --save_steps 100 writes one every 100 steps"
 
-# %% ../nbs/11_launch.ipynb #sigterm-as-exit
-@contextmanager
-def sigterm_as_exit():
-    "Within: SIGTERM is a SystemExit of 143, so that it cleans up and is told in a line, as Ctrl-C is"
-
-    def handle(signum, frame):
-        raise SystemExit(128 + signum)
-
-    if threading.current_thread() is not threading.main_thread():  # only there can a handler be set
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
 # %% ../nbs/11_launch.ipynb #main
-def main(
-    argv: list[str] | None = None,  # None: sys.argv
-) -> int:  # exit code: 0 trained, 1 the training went wrong, 2 the user can mend it, 130 or 143 ended by a signal
+def main(argv: list[str] | None = None) -> int:  # exit code: 0 trained, 1 the training went wrong, 2 the user can mend it, 130 or 143 ended by a signal
     "Pretrain as the command line says; the same code in one process and under torchrun"
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a narrow console shows ? and the run goes on; a pipe gets each line at once
