@@ -85,7 +85,7 @@ def products(
     "The matrix products of one training step: each of the forward pass has two of its size in the backward pass"
     c, tokens = config, batch * config.context_length
     qkv = (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
-    layers = [(c.n_layers, c.emb_dim, qkv), (c.n_layers, c.emb_dim, c.emb_dim), (2 * c.n_layers, c.emb_dim, c.hidden_dim), (c.n_layers, c.hidden_dim, c.emb_dim)]
+    layers = [(c.n_layers, c.emb_dim, qkv), (c.n_layers, c.emb_dim, c.emb_dim), (c.n_layers, c.emb_dim, 2 * c.hidden_dim), (c.n_layers, c.hidden_dim, c.emb_dim)]
     shapes = []
     for times, inner, outer in [*layers, (1, c.emb_dim, c.vocab_size)]:
         shapes += [(times, (1, tokens, inner, outer)), (times, (1, tokens, outer, inner)), (times, (1, outer, tokens, inner))]

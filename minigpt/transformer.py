@@ -28,7 +28,8 @@ def causal_attention(
     H, T, D = q.shape[1:]
     if k.shape[1] != H:
         k, v = (t.repeat_interleave(H // t.shape[1], dim=1) for t in (k, v))
-    mask = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+    token = torch.arange(T, dtype=torch.int32, device=q.device)  # 32 bits: compiled, the mask is made anew for each score
+    mask = torch.where(token > token[:, None], -math.inf, 0.0).to(q.dtype)
     scores = (q * D ** -0.5) @ k.transpose(-2, -1) + mask  # (B, H, T, T); scaling q costs less than scaling scores
     return F.dropout(F.softmax(scores, dim=-1), drop_rate, training=drop_rate > 0) @ v
 
@@ -167,17 +168,17 @@ class Attention(nn.Module):
 
 # %% ../nbs/03_transformer.ipynb #swiglu
 class SwiGLU(nn.Module):
-    """Feed-forward with a gate: down(silu(gate(x)) * up(x)), token by token."""
+    """Feed-forward with a gate: down(silu(gate) * up), token by token; gate and up are the halves of one product."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.gate = nn.Linear(config.emb_dim, config.hidden_dim, bias=False)
-        self.up = nn.Linear(config.emb_dim, config.hidden_dim, bias=False)
+        self.gate_up = nn.Linear(config.emb_dim, 2 * config.hidden_dim, bias=False)
         self.down = nn.Linear(config.hidden_dim, config.emb_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 # %% ../nbs/03_transformer.ipynb #block
 class Block(nn.Module):

@@ -332,10 +332,11 @@ def llama_state(model):
     state = {"model.embed_tokens.weight": model.embed.weight, "lm_head.weight": model.embed.weight, "model.norm.weight": model.norm.weight}
     for i, block in enumerate(model.blocks):
         q, k, v = block.attn.qkv.weight.split([c.n_heads * c.head_dim] + 2 * [c.n_kv_heads * c.head_dim])
+        gate, up = block.ffn.gate_up.weight.chunk(2)
         names = {
             "input_layernorm": block.norm1.weight, "post_attention_layernorm": block.norm2.weight,
             "self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": block.attn.out.weight,
-            "mlp.gate_proj": block.ffn.gate.weight, "mlp.up_proj": block.ffn.up.weight, "mlp.down_proj": block.ffn.down.weight,
+            "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": block.ffn.down.weight,
         }
         state |= {f"model.layers.{i}.{name}.weight": weight for name, weight in names.items()}
     return {name: weight.detach() for name, weight in state.items()}
