@@ -126,13 +126,13 @@ def can_compile(
     compilers = (os.environ.get("CXX"), "g++", "clang++", "c++")
     return kind == "cpu" and sys.platform != "win32" and any(name and shutil.which(name) for name in compilers)
 
-# %% ../nbs/07_speed.ipynb #speed-class
+# %% ../nbs/07_speed.ipynb #speed-constants
 FASTER = 1.3  # bfloat16 is picked where its products are at least so many times faster
 SHARE = 0.4  # of the matrix-product peak that a step reaches before it is compiled, about
 COMPILE_SECONDS, COMPILE_GAIN = {"cpu": 30, "cuda": 60}, 0.12  # what compiling costs, and the share of the training time it saves, rounded down
 LOGIT_BYTES = 1 << 30  # logits that take more are cut into slices
 
-
+# %% ../nbs/07_speed.ipynb #speed-class
 class Speed:
     "Picks levers for a Trainer: `pick` is a pure function of the facts of the run and of what was measured"
 
