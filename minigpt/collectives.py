@@ -9,7 +9,18 @@ __all__ = ['TORCHRUN', 'QUIRKS', 'RANK_VARIABLES', 'BYSTANDER', 'check_target', 
            'tree_all_reduce', 'ring_all_reduce', 'fit_alpha_beta', 'all_reduce_seconds']
 
 # %% ../nbs/08_collectives.ipynb #imports-export
-import argparse, codecs, os, re, signal, socket, subprocess, sys, sysconfig, tempfile, threading, time
+import argparse
+import codecs
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
@@ -22,26 +33,35 @@ import minigpt
 # %% ../nbs/08_collectives.ipynb #check-target
 def _module_exists(name):
     "Could `python -m name` find it?"
-    try: return find_spec(name) is not None
-    except ModuleNotFoundError: return False  # its package is missing
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False  # its package is missing
 
 def check_target(
     target: str | Path,  # module "minigpt.x" or file "x.py"
     nproc: int,          # processes on this machine
 ):
     "Refuse at once what would fail in every process, or wait for ever"
-    if callable(target): raise ValueError(f"{getattr(target, '__name__', target)} is a function of this page, which other processes can't see: "
+    if callable(target):
+        raise ValueError(f"{getattr(target, '__name__', target)} is a function of this page, which other processes can't see: "
                                           "give run_ranks a module name or a .py file")
     is_file = str(target).endswith(".py")
-    if is_file and not Path(target).is_file(): raise FileNotFoundError(f"{target}: no such file in {os.getcwd()}")
-    if not is_file and not _module_exists(str(target)): raise ValueError(f"{target}: no module of this name; a file must end in .py")
-    if nproc < 1: raise ValueError(f"nproc={nproc}: at least 1 process is needed")
+    if is_file and not Path(target).is_file():
+        raise FileNotFoundError(f"{target}: no such file in {os.getcwd()}")
+    if not is_file and not _module_exists(str(target)):
+        raise ValueError(f"{target}: no module of this name; a file must end in .py")
+    if nproc < 1:
+        raise ValueError(f"nproc={nproc}: at least 1 process is needed")
     try: socket.create_server(("127.0.0.1", 0)).close()
-    except OSError as e: raise OSError(f"127.0.0.1: {e.strerror}; ranks meet there: bring the loopback interface up") from None
+    except OSError as e:
+        raise OSError(f"127.0.0.1: {e.strerror}; ranks meet there: bring the loopback interface up") from None
 
 # %% ../nbs/08_collectives.ipynb #launch-command
 TORCHRUN = """
-import os, signal, threading
+import os
+import signal
+import threading
 page = os.dup(0)                                # a pipe that nobody writes to: it ends when the page does
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)    # what the ranks inherit as their input
 def end_with_the_page(): os.read(page, 1); signal.raise_signal(signal.SIGTERM)
@@ -205,7 +225,8 @@ def _tail(log_dir, stream):
     def new():
         nonlocal position
         path = _rank_file(log_dir, 0, stream)
-        if not path: return ""
+        if not path:
+            return ""
         with open(path, "rb") as f: f.seek(position); written = f.read()
         position += len(written)
         return decode(written)
@@ -213,7 +234,8 @@ def _tail(log_dir, stream):
 
 def _note_ranks(launcher, nproc, ranks):
     "Add to `ranks` the pids of torchrun's children that lead a session: its ranks"
-    if sys.platform == "win32" or len(ranks) >= nproc: return
+    if sys.platform == "win32" or len(ranks) >= nproc:
+        return
     for pid, parent in parents().items():
         try:
             if parent == launcher.pid and os.getsid(pid) == pid: ranks.add(pid)
@@ -235,7 +257,8 @@ def follow(
         _note_ranks(launcher, nproc, ranks)
         new = "".join([output(), *re.findall("\r[^\r\n]+\n?", errors())[-1:]]) if stream else ""
         if new: print(new, end="", flush=True)
-        if ended or time.monotonic() > until: return ended
+        if ended or time.monotonic() > until:
+            return ended
         time.sleep(0.05)
 
 # %% ../nbs/08_collectives.ipynb #run-ranks
@@ -255,7 +278,8 @@ def run_ranks(
         try: late = not follow(launcher, log_dir, timeout, stream, nproc, ranks)
         finally:
             with _uninterrupted(): end_processes(launcher, tell=late, ranks=ranks)
-        if late or launcher.returncode: raise _launch_error(log_dir, nproc, launcher.returncode, timeout if late else None)
+        if late or launcher.returncode:
+            raise _launch_error(log_dir, nproc, launcher.returncode, timeout if late else None)
         return [read_stream(log_dir, rank, "stdout") + read_stream(log_dir, rank, "stderr") for rank in range(nproc)]
 
 # %% ../nbs/08_collectives.ipynb #rank-env
@@ -267,10 +291,13 @@ def rank_env(
     "What the launcher told this process; half a set of variables is an error, not an endless wait"
     env = os.environ if env is None else env
     found, missing = [v for v in RANK_VARIABLES if v in env], [v for v in RANK_VARIABLES if v not in env]
-    if not set(found) & set(RANK_VARIABLES[:3]): return None
-    if missing: raise ValueError(f"{', '.join(found)} set but {', '.join(missing)} missing: start with torchrun, or unset all for one process")
+    if not set(found) & set(RANK_VARIABLES[:3]):
+        return None
+    if missing:
+        raise ValueError(f"{', '.join(found)} set but {', '.join(missing)} missing: start with torchrun, or unset all for one process")
     rank, local_rank, world_size = (int(env[v]) for v in RANK_VARIABLES[:3])
-    if not 0 <= rank < world_size: raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world_size}: ranks are 0 to {world_size - 1}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"RANK={rank} does not fit WORLD_SIZE={world_size}: ranks are 0 to {world_size - 1}")
     return dict(rank=rank, local_rank=local_rank, world_size=world_size)
 
 # %% ../nbs/08_collectives.ipynb #process-group
@@ -300,11 +327,13 @@ def _own_device(backend):
     "Local rank and device of this process; ValueError for a launch that can't be"
     place = rank_env()
     local_rank = place["local_rank"] if place else 0
-    if backend != "nccl": return local_rank, torch.device("cpu")
+    if backend != "nccl":
+        return local_rank, torch.device("cpu")
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise ValueError("--backend nccl: PyTorch sees no CUDA GPU here (nvidia-smi, CUDA_VISIBLE_DEVICES); use --backend gloo")
     processes, cards = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)) if place else 1, torch.cuda.device_count()
-    if processes > cards: raise ValueError(f"{processes} processes, {cards} visible GPU(s): use --nproc-per-node {cards}, or --backend gloo")
+    if processes > cards:
+        raise ValueError(f"{processes} processes, {cards} visible GPU(s): use --nproc-per-node {cards}, or --backend gloo")
     return local_rank, torch.device("cuda", local_rank)
 
 # %% ../nbs/08_collectives.ipynb #main
@@ -377,8 +406,10 @@ def first_failure(
     "The rank that failed by itself and first; its peers only report that its connection went away"
     def complaint(rank):
         code = codes.get(rank, 0)  # torchrun's report names every rank that did not end well
-        if code == 0: return ""
-        if "Traceback" in errors[rank] or code > 0: return _own_error(errors[rank]) or f"exit code {code}"
+        if code == 0:
+            return ""
+        if "Traceback" in errors[rank] or code > 0:
+            return _own_error(errors[rank]) or f"exit code {code}"
         return f"ended by {signal.Signals(-code).name}"
     said = [complaint(rank) for rank in range(len(errors))]
     late = any("timed out waiting" in line.lower() for line in said)
@@ -400,9 +431,11 @@ def _launch_error(log_dir, nproc, returncode, timeout):
         places = "; ".join(f"rank {rank} stood at {_where_it_stands(error)}" if files[rank] else f"rank {rank} was never started"
                            for rank, error in enumerate(errors))
         return RankError(f"not ended after {timeout:g} s, all processes stopped: {places}", None, logs, launcher)
-    if returncode < 0: return RankError(f"torchrun: ended by {signal.Signals(-returncode).name}", None, logs, launcher)
+    if returncode < 0:
+        return RankError(f"torchrun: ended by {signal.Signals(-returncode).name}", None, logs, launcher)
     codes = _exit_codes(launcher)
-    if not codes: return RankError(f"torchrun: {_own_error(launcher)}", None, logs, launcher)
+    if not codes:
+        return RankError(f"torchrun: {_own_error(launcher)}", None, logs, launcher)
     rank, error = first_failure(errors, [f.stat().st_mtime if f else 0.0 for f in files], codes)
     return RankError(f"rank {rank}: {error}", rank, logs, launcher)
 
@@ -432,7 +465,8 @@ def _members(group):
     "The group's global ranks in order, and this rank's place among them"
     group = dist.group.WORLD if group is None else group
     me = dist.get_rank(group)
-    if me < 0: raise ValueError(f"rank {dist.get_rank()} is not in this group: only its members call its collectives")
+    if me < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in this group: only its members call its collectives")
     return dist.get_process_group_ranks(group), me
 
 @contextmanager

@@ -7,7 +7,8 @@ __all__ = ['data_parallel_step', 'list_moves', 'ring_bytes', 'Mail', 'MiniDDP', 
            'fill_buckets', 'BucketedDDP', 'OverlappedDDP', 'joint_mean', 'step_time', 'all_reduce_time']
 
 # %% ../nbs/09_data_parallel.ipynb #imports
-import math, time
+import math
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
@@ -92,7 +93,8 @@ class MiniDDP(nn.Module):
     def __init__(self, module: nn.Module):  # this rank's copy, already on its device
         super().__init__()
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]  # tied weights once, frozen never
-        if not named: raise ValueError("no parameter requires a gradient: there is nothing to average")
+        if not named:
+            raise ValueError("no parameter requires a gradient: there is nothing to average")
         (self.names, self.params), self.module, self.mail = zip(*named), module, Mail()
         self.require_backward_grad_sync, self.syncing = True, False
         self.mail.broadcast([*module.parameters(), *module.buffers()])
@@ -116,14 +118,16 @@ def refuse_unused(
     names: list[str],  # of parameters that got no gradient
 ):
     "Name the parameters that the loss does not depend on"
-    if names: raise RuntimeError(f"no gradient for {', '.join(names)}: the loss doesn't depend on it. Remove it, "
+    if names:
+        raise RuntimeError(f"no gradient for {', '.join(names)}: the loss doesn't depend on it. Remove it, "
                                  "or freeze it with requires_grad_(False) before wrapping the model")
 
 def average_gradients(
     ddp: MiniDDP,  # after its backward pass
 ):
     "Version 1: one message per parameter, after the backward pass; RuntimeError for one without a gradient"
-    if not ddp.syncing: return
+    if not ddp.syncing:
+        return
     refuse_unused([name for name, p in zip(ddp.names, ddp.params) if p.grad is None])
     for i, p in enumerate(ddp.params): ddp.mail.average(p.grad, i)
 
@@ -137,9 +141,11 @@ class HookedDDP(MiniDDP):
         super().prepare()
         self.waiting = set(range(len(self.params)))
     def on_gradient(self, i, _):
-        if not self.syncing: return
+        if not self.syncing:
+            return
         if len(self.waiting) == len(self.params): Variable._execution_engine.queue_callback(self.finish)
-        if i not in self.waiting: raise RuntimeError(f"{self.names[i]}: a second backward pass since the last forward pass")
+        if i not in self.waiting:
+            raise RuntimeError(f"{self.names[i]}: a second backward pass since the last forward pass")
         self.waiting.remove(i)
         self.mail.note("ready", i)
         self.ready(i)
@@ -210,7 +216,8 @@ def joint_mean(
     "The mean over all ranks' tokens, under a wrapper that averages over ranks; a collective; ValueError without tokens"
     totals = torch.stack([loss_sum.detach().double(), loss_sum.new_tensor(count, dtype=torch.float64)])
     dist.all_reduce(totals)
-    if totals[1] == 0: raise ValueError("no token counts on any rank: are all targets masked?")
+    if totals[1] == 0:
+        raise ValueError("no token counts on any rank: are all targets masked?")
     return loss_sum * dist.get_world_size() / totals[1].item(), totals[0] / totals[1]
 
 # %% ../nbs/09_data_parallel.ipynb #step-time

@@ -14,7 +14,22 @@ __all__ = ['CASES', 'NOISE', 'WAYS', 'MB', 'CURES', 'SWITCHES', 'CHECKS', 'mark'
            'check_ranks', 'guarded', 'check', 'main']
 
 # %% ../nbs/12_failure_lab.ipynb #imports
-import argparse, faulthandler, hashlib, json, multiprocessing, os, platform, re, shutil, signal, socket, statistics, sys, tempfile, threading, time
+import argparse
+import faulthandler
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -129,7 +144,8 @@ def _hear(pipe, outcome, until):
     "Take down what a child reports until it ends; False: out of time"
     while pipe.poll(max(0, until - time.monotonic())):
         try: kind, what = pipe.recv()
-        except EOFError: return True
+        except EOFError:
+            return True
         if kind == "mark": outcome.marks.append(what)
         elif kind == "returned": outcome.ended, outcome.value = kind, what
         else: outcome.ended, outcome.error = kind, what
@@ -140,7 +156,8 @@ def _end(child, in_time):
     if not in_time: os.kill(child.pid, signal.SIGABRT)
     child.join(3)
     if child.is_alive(): child.kill(); child.join()
-    if not in_time: return "stopped"
+    if not in_time:
+        return "stopped"
     return f"ended by {signal.Signals(-child.exitcode).name}" if child.exitcode < 0 else None
 
 # %% ../nbs/12_failure_lab.ipynb #run-one
@@ -195,7 +212,8 @@ def run_here(
 def check_names(names):
     "ValueError for a case that isn't there"
     unknown = [name for name in names if name not in CASES]
-    if unknown: raise ValueError(f"no case {', '.join(unknown)}; there are: {', '.join(CASES)}")
+    if unknown:
+        raise ValueError(f"no case {', '.join(unknown)}; there are: {', '.join(CASES)}")
 
 def run_cases(
     *names: str,            # keys of CASES
@@ -219,8 +237,10 @@ def said(
     outcome: Outcome,
 ) -> str:
     "What a rank came back with, in a line without paths and ports"
-    if outcome.ended == "returned": return f"returned {outcome.value}"
-    if outcome.ended == "stopped": return f"stopped in {outcome.error.rsplit(' in ', 1)[-1]}"
+    if outcome.ended == "returned":
+        return f"returned {outcome.value}"
+    if outcome.ended == "stopped":
+        return f"stopped in {outcome.error.rsplit(' in ', 1)[-1]}"
     return re.sub(NOISE, "", outcome.error.splitlines()[0]) if outcome.ended == "raised" else outcome.ended
 
 def timed_out(
@@ -264,7 +284,8 @@ def read_file(rank, world, barrier=False):
             path.write_text("weights")
         if barrier: dist.barrier()
         if rank == 0: store.wait(["rank 1 has looked"]); return "wrote it"
-        try: return "read " + path.read_text()
+        try:
+            return "read " + path.read_text()
         finally: store.set("rank 1 has looked", "")
 
 CASES |= dict(read_early=read_file, read_after_barrier=partial(read_file, barrier=True))
@@ -358,7 +379,8 @@ def same_call(
     "A collective; ValueError on every rank if they are about to do different things"
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, label)
-    if len(set(everyone)) > 1: raise ValueError(f"ranks are about to make different calls, by rank: {everyone}")
+    if len(set(everyone)) > 1:
+        raise ValueError(f"ranks are about to make different calls, by rank: {everyone}")
 
 # %% ../nbs/12_failure_lab.ipynb #wrapper-cases
 class Skips(nn.Module):
@@ -406,7 +428,8 @@ def raises(rank, world):
     "Rank 1 meets a bad batch at its third step"
     ddp = tiny()
     for step in range(5):
-        if (rank, step) == (1, 2): raise ValueError("bad batch: label 7 of 4 classes")
+        if (rank, step) == (1, 2):
+            raise ValueError("bad batch: label 7 of 4 classes")
         train_step(ddp, rank)
 
 CASES |= dict(shapes=shapes, shapes_guarded=partial(shapes, guard=True), raises=raises)
@@ -469,8 +492,10 @@ def within(seconds, function, *args):
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)
-    if thread.is_alive(): raise TimeoutError(f"no answer within {seconds:g} s")
-    if "error" in found: raise found["error"]
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    if "error" in found:
+        raise found["error"]
     return found["value"]
 
 # %% ../nbs/12_failure_lab.ipynb #check-software
@@ -491,7 +516,8 @@ def check_devices(folder):
 def check_backends(folder):
     found = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
     missing = [name for name in ["gloo"] + ["nccl"] * (torch.cuda.is_available() and sys.platform == "linux") if name not in found]
-    if missing: return Finding("warn", "back ends", f"{' '.join(found)}, without {' '.join(missing)}", "install torch's usual build")
+    if missing:
+        return Finding("warn", "back ends", f"{' '.join(found)}, without {' '.join(missing)}", "install torch's usual build")
     return Finding("ok", "back ends", " ".join(found))
 
 def check_environment(folder):
@@ -511,7 +537,8 @@ def check_loopback(folder):
         try:
             server.bind(("127.0.0.1", 0)); server.listen()
             client.connect(server.getsockname())
-        except OSError as error: return Finding("warn", "port", f"127.0.0.1 does not answer ({error.strerror or error})", "ip link set lo up")
+        except OSError as error:
+            return Finding("warn", "port", f"127.0.0.1 does not answer ({error.strerror or error})", "ip link set lo up")
         return Finding("ok", "port", f"127.0.0.1:{server.getsockname()[1]} is free and answers")
 
 def check_interface(folder):
@@ -536,15 +563,18 @@ def check_disk(folder, size=16 * MB):
             begin = time.perf_counter()
             file.write(os.urandom(size)); file.flush(); os.fsync(file.fileno())
             speed = size / (time.perf_counter() - begin)
-    except OSError as error: return Finding("warn", "disk", f"{folder}: {error.strerror or error}", "choose a folder you can write to, by --output_dir")
+    except OSError as error:
+        return Finding("warn", "disk", f"{folder}: {error.strerror or error}", "choose a folder you can write to, by --output_dir")
     text = f"{folder}: {free / 1e9:.1f} GB free, writes and syncs {speed / 1e6:.0f} MB/s"
     return Finding("ok", "disk", text) if free > 1e9 else Finding("warn", "disk", text, "make room: a checkpoint is three times the weights")
 
 def check_shared_memory(folder, path="/dev/shm"):
     "Room where the workers of a DataLoader hand batches over"
-    if not Path(path).is_dir(): return Finding("ok", "shared memory", f"this system has no {path}")
+    if not Path(path).is_dir():
+        return Finding("ok", "shared memory", f"this system has no {path}")
     free = shutil.disk_usage(path).free
-    if free < 256 * MB: return Finding("warn", "shared memory", f"{path} has {free / 1e6:.0f} MB free", "docker run --shm-size=1g, or --workers 0")
+    if free < 256 * MB:
+        return Finding("warn", "shared memory", f"{path} has {free / 1e6:.0f} MB free", "docker run --shm-size=1g, or --workers 0")
     return Finding("ok", "shared memory", f"{path} has {free / 1e9:.1f} GB free")
 
 def check_pages(folder):
@@ -578,7 +608,8 @@ def fingerprint(
     "Sixteen hex digits for the content; OSError or ValueError where there is none"
     import minigpt.pretrain_dataset as pretrain_dataset
     path = Path(path)
-    if path.suffix == ".bin": return pretrain_dataset.PretrainBinaryDataset(path, 1).fingerprint
+    if path.suffix == ".bin":
+        return pretrain_dataset.PretrainBinaryDataset(path, 1).fingerprint
     if path.is_dir(): parts = [f"{file.relative_to(path)} {fingerprint(file)}" for file in sorted(path.rglob("*"))
                               if file.is_file() and "__pycache__" not in file.parts]
     else: parts = [hashlib.sha256(path.read_bytes()).hexdigest()]
@@ -665,7 +696,8 @@ SWITCHES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_P2P_DISABLE", "NCC
 def probe_ranks(nproc, timeout, data):
     "What each rank found: those of this launch, else `nproc` new ones"
     with suppress(ValueError):  # half a launch in the environment: start a whole one
-        if collectives.rank_env(): return [probe(timeout, data)]
+        if collectives.rank_env():
+            return [probe(timeout, data)]
     args = ["probe", "--timeout", timeout, "--data", data]
     logs = collectives.run_ranks("minigpt.failure_lab", nproc, args, timeout=timeout + 20, stream=False)
     return [json.loads(line) for log in logs for line in log.splitlines() if line.startswith('{"rank"')]
@@ -694,8 +726,10 @@ CHECKS = [check_versions, check_devices, check_backends, check_environment, chec
 
 def guarded(name, function, *args):
     "A check that fails in an unforeseen way is a finding, too"
-    try: return function(*args)
-    except Exception as error: return Finding("warn", name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    try:
+        return function(*args)
+    except Exception as error:
+        return Finding("warn", name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
 def check(
     nproc: int = 2,        # ranks to start; under torchrun its own are used

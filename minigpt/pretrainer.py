@@ -12,12 +12,28 @@ __all__ = ['SIZES', 'STRATEGIES', 'CHOICES', 'GROUPS', 'OPTIONS', 'ALIASES', 'EL
            'finish', 'job', 'stopped', 'sigterm_as_exit', 'known_trouble', 'what_is_left', 'main', 'load_run']
 
 # %% ../nbs/11_launch.ipynb #imports
-import argparse, difflib, errno, inspect, itertools, json, math, os, re, shlex, signal, socket, sys, threading, time, warnings
+import argparse
+import difflib
+import errno
+import inspect
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 
-import torch, yaml
+import torch
+import yaml
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
@@ -506,7 +522,8 @@ def fresh_folder() -> str:  # under runs/ in the working directory
     name = f"runs/{time.strftime('%Y-%m-%d-%H%M%S')}"
     for number in itertools.count(1):
         folder = name if number == 1 else f"{name}-{number}"
-        if env_int("RANK", 0): return folder
+        if env_int("RANK", 0):
+            return folder
         with suppress(FileExistsError):  # another run began in this very second
             Path(folder).mkdir(parents=True)
             return folder
@@ -522,7 +539,8 @@ def sole_use(folder: str | Path) -> FileLock:  # rank 0 holds it until it releas
     except Timeout:
         raise ValueError(f"--output_dir {folder}: another run is writing there; wait for it, or give another folder") from None
     except (NotImplementedError, OSError) as error:
-        if not no_locks(error): raise
+        if not no_locks(error):
+            raise
         tell(f"note: the file system of {folder} has no locks: take care that no other run writes there")
     return lock
 
@@ -665,8 +683,10 @@ def job(
     run: RunArgs, train: pretrainer_single.TrainArgs, options: dict,  # as parse_args gives them
 ) -> int:  # exit code: 0 trained, 1 part of the log is lost, 2 the user can mend it, 130 or 143 stopped by a signal
     "Build, train, draw the curve, with a sample before and after new steps; the process group is left on every path"
-    try: trainer, words = build_trainer(run, train, options)
-    except BrokenPipeError: raise  # nobody reads what we say: not a mistake to be mended
+    try:
+        trainer, words = build_trainer(run, train, options)
+    except BrokenPipeError:
+        raise  # nobody reads what we say: not a mistake to be mended
     except (ValueError, OSError) as error:
         complain(error)
         with suppress(OSError, ValueError):  # an empty run folder tells nothing
@@ -674,13 +694,17 @@ def job(
         return 2
     try:
         done = trainer.step
-        if not done: sample(trainer, words, run.prompt, run.sample_tokens)
+        if not done:
+            sample(trainer, words, run.prompt, run.sample_tokens)
         with checkpoint.stop_on_signals(trainer):
             trainer.train()
-            if trainer.stopping: return stopped(trainer)
-        if trainer.step > done: sample(trainer, words, run.prompt, run.sample_tokens)
+            if trainer.stopping:
+                return stopped(trainer)
+        if trainer.step > done:
+            sample(trainer, words, run.prompt, run.sample_tokens)
         if trainer.is_main_process:
-            if trainer.log_file.unwritten: return 1  # the log itself has told why
+            if trainer.log_file.unwritten:
+                return 1  # the log itself has told why
             finish(trainer, words)
     finally:
         leave(trainer)
