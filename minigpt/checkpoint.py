@@ -203,7 +203,7 @@ def newest(self) -> tuple[Path | None, list[str]]:
         notes.append(f"{path}: {reason}; passed over")
     return None, notes
 
-# %% ../nbs/06_checkpoint.ipynb #to-resume
+
 @patch_to(Checkpointer)
 def to_resume(self) -> tuple[Path | None, list[str]]:
     "As `newest`; a ValueError where there are checkpoints and none can be trusted: to start afresh is not ours to decide"
@@ -307,7 +307,7 @@ def save(
     wait_for(self.pending)  # never two writes at once; and their buffers are free again
     self.pending.append(self.writer.submit(self.write, snapshot(state, self.memory)))
 
-# %% ../nbs/06_checkpoint.ipynb #saved
+
 @patch_to(Checkpointer)
 def saved(self, wait: bool = False) -> list[tuple[int, Path]]:
     "Steps and files that became whole since the last call; the OSError of a write that failed"
