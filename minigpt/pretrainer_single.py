@@ -611,7 +611,9 @@ def apply_levers(self):
     self.micro_loss = micro_loss
     if self.choices.compile:
         warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")  # pos_cis: one small copy a step
-        self.micro_loss = torch.compile(micro_loss, dynamic=False)
+        # on processors with AMX the 512-bit code of torch 2.13 gave gradients of no number (256 tokens, heads of 64)
+        narrow = self.device.type == "cpu" and torch.cpu._is_amx_tile_supported()
+        self.micro_loss = torch.compile(micro_loss, dynamic=False, options={"cpp.simdlen": 256} if narrow else None)
 
 
 def recompute_blocks(

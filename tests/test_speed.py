@@ -318,6 +318,18 @@ def test_compiled_run_resumes_to_the_bit(compiled):
 
 
 @COMPILES
+def test_a_compiled_step_of_wide_heads_has_finite_gradients(tmp_path):
+    "Heads of 64 and 256 tokens in bfloat16: with AMX, torch 2.13's 512-bit code made the first gradient no number"
+    torch.manual_seed(0)
+    model = MiniGPT(GPTConfig(vocab_size=256, context_length=256, emb_dim=384, n_layers=1, n_heads=6))
+    x, y = torch.randint(256, (2, 8, 256))
+    trainer = make_trainer(tmp_path, model=model, train_batch_size=8, max_steps=1, compile=True, dtype="bfloat16", learning_rate=0.01)
+    trainer.set_dataset(list(zip(x, y)), None)
+    trainer.train()
+    assert trainer.step == 1 and trainer.grad_norm.isfinite()
+
+
+@COMPILES
 def test_compiled_learns_as_plain(compiled):
     "Dropout is drawn by the compiled code itself, so the same noise is not to be had"
     first, last = (run for run in compiled.values())
