@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minigpt.pretrainer_single import TrainArgs, Trainer, build_optimizer
+from minigpt.pretrainer_single import TrainArgs, Trainer, build_optimizer, compiler_target
 from minigpt.speed import fused_attention
 from minigpt.transformer import MiniGPT
 
@@ -17,6 +17,7 @@ from .work import CLIP, LEARNING_RATE, SEED, WEIGHT_DECAY, Work
 
 PLAIN, CHAPTER_04, ALL_LEVERS = "plain", "chapter 04", "all levers"
 FASTER = "by hand up to 1024 tokens on a CPU, else sdpa"  # attention, by one rule for all who have the choice
+torch._inductor.config.cpp.march = compiler_target()  # for all alike
 torch._dynamo.config.recompile_limit = 64  # the plain loops share their code: one graph for each model
 torch._dynamo.config.fail_on_recompile_limit_hit = True  # not eager without a word
 

@@ -45,7 +45,7 @@ def check_target(
     "Refuse at once what would fail in every process, or wait for ever"
     if callable(target):
         raise ValueError(f"{getattr(target, '__name__', target)} is a function of this page, which other processes can't see: "
-                                          "give run_ranks a module name or a .py file")
+                         "give run_ranks a module name or a .py file")
     is_file = str(target).endswith(".py")
     if is_file and not Path(target).is_file():
         raise FileNotFoundError(f"{target}: no such file in {os.getcwd()}")
@@ -53,15 +53,14 @@ def check_target(
         raise ValueError(f"{target}: no module of this name; a file must end in .py")
     if nproc < 1:
         raise ValueError(f"nproc={nproc}: at least 1 process is needed")
-    try: socket.create_server(("127.0.0.1", 0)).close()
+    try:
+        socket.create_server(("127.0.0.1", 0)).close()
     except OSError as e:
         raise OSError(f"127.0.0.1: {e.strerror}; ranks meet there: bring the loopback interface up") from None
 
 # %% ../nbs/08_collectives.ipynb #launch-command
 TORCHRUN = """
-import os
-import signal
-import threading
+import os, signal, threading
 page = os.dup(0)                                # a pipe that nobody writes to: it ends when the page does
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)    # what the ranks inherit as their input
 def end_with_the_page(): os.read(page, 1); signal.raise_signal(signal.SIGTERM)
@@ -137,8 +136,10 @@ def parents() -> dict[int, int]:
     if Path("/proc/self/stat").exists():
         stats = []
         for path in Path("/proc").glob("[0-9]*/stat"):
-            try: stats.append(path.read_text(errors="replace"))
-            except OSError: pass  # ended while we looked
+            try:
+                stats.append(path.read_text(errors="replace"))
+            except OSError:
+                pass  # ended while we looked
         rows = [(s.split(" ", 1)[0], *s.rsplit(")", 1)[1].split()[:2]) for s in stats]
     else:
         table = subprocess.run(["ps", "-A", "-o", "pid=,state=,ppid="], capture_output=True, text=True).stdout
@@ -150,23 +151,28 @@ def children(
 ) -> list[int]:
     "The processes it started, and those that they started"
     table, found = parents(), [pid]
-    for p in found: found += [child for child, parent in table.items() if parent == p]
+    for p in found:
+        found += [child for child, parent in table.items() if parent == p]
     return found[1:]
 
 # %% ../nbs/08_collectives.ipynb #dump-stacks
 def _send(pid, what):
     "A signal to a process that may have ended meanwhile"
-    try: os.kill(pid, what)
-    except ProcessLookupError: pass
+    try:
+        os.kill(pid, what)
+    except ProcessLookupError:
+        pass
 
 def _kill_all(pids):
     "These processes, and those that they started"
-    for pid in set(pids).union(*map(children, pids)): _send(pid, signal.SIGKILL)
+    for pid in set(pids).union(*map(children, pids)):
+        _send(pid, signal.SIGKILL)
 
 def _dump_stacks(launcher):
     "Let each rank write where it stands to its error stream, and die of it (faulthandler does that on SIGABRT)"
     for pid, parent in parents().items():
-        if parent == launcher.pid: _send(pid, signal.SIGABRT)
+        if parent == launcher.pid:
+            _send(pid, signal.SIGABRT)
     time.sleep(0.5)
 
 @contextmanager
@@ -174,8 +180,10 @@ def _uninterrupted():
     "A second Ctrl-C must not stop the clean-up after the first"
     if threading.current_thread() is not threading.main_thread(): yield; return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try: yield
-    finally: signal.signal(signal.SIGINT, before)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 # %% ../nbs/08_collectives.ipynb #end-processes
 def end_processes(
@@ -190,7 +198,8 @@ def end_processes(
         launcher.wait()
     elif launcher.poll() is None:
         ranks = ranks.union(children(launcher.pid))
-        if tell: _dump_stacks(launcher)
+        if tell:
+            _dump_stacks(launcher)
         launcher.terminate()
         until = time.monotonic() + grace
         while launcher.poll() is None and time.monotonic() < until:
@@ -199,8 +208,10 @@ def end_processes(
         launcher.kill()
         launcher.wait()
         _kill_all(ranks)
-    elif launcher.returncode < 0: _kill_all(ranks)  # torchrun ended by a signal leaves its ranks behind
-    if launcher.stdin: launcher.stdin.close()       # the pipe of start_launcher
+    elif launcher.returncode < 0:
+        _kill_all(ranks)  # torchrun ended by a signal leaves its ranks behind
+    if launcher.stdin:
+        launcher.stdin.close()       # the pipe of start_launcher
 
 # %% ../nbs/08_collectives.ipynb #read-stream
 def _rank_file(log_dir, rank, stream):
@@ -238,8 +249,10 @@ def _note_ranks(launcher, nproc, ranks):
         return
     for pid, parent in parents().items():
         try:
-            if parent == launcher.pid and os.getsid(pid) == pid: ranks.add(pid)
-        except ProcessLookupError: pass  # ended while we looked
+            if parent == launcher.pid and os.getsid(pid) == pid:
+                ranks.add(pid)
+        except ProcessLookupError:
+            pass  # ended while we looked
 
 # %% ../nbs/08_collectives.ipynb #follow
 def follow(
@@ -256,7 +269,8 @@ def follow(
         ended = launcher.poll() is not None
         _note_ranks(launcher, nproc, ranks)
         new = "".join([output(), *re.findall("\r[^\r\n]+\n?", errors())[-1:]]) if stream else ""
-        if new: print(new, end="", flush=True)
+        if new:
+            print(new, end="", flush=True)
         if ended or time.monotonic() > until:
             return ended
         time.sleep(0.05)
@@ -275,9 +289,11 @@ def run_ranks(
     late, ranks = False, set()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as log_dir:
         launcher = start_launcher(launch_command(target, nproc, args, log_dir), launch_env(nproc, env), log_dir)
-        try: late = not follow(launcher, log_dir, timeout, stream, nproc, ranks)
+        try:
+            late = not follow(launcher, log_dir, timeout, stream, nproc, ranks)
         finally:
-            with _uninterrupted(): end_processes(launcher, tell=late, ranks=ranks)
+            with _uninterrupted():
+                end_processes(launcher, tell=late, ranks=ranks)
         if late or launcher.returncode:
             raise _launch_error(log_dir, nproc, launcher.returncode, timeout if late else None)
         return [read_stream(log_dir, rank, "stdout") + read_stream(log_dir, rank, "stderr") for rank in range(nproc)]
@@ -309,8 +325,10 @@ def process_group(
     "Join the group of all ranks, or a group of one without a launcher; leave it on every path out"
     alone = dict(store=dist.HashStore(), rank=0, world_size=1) if rank_env() is None else {}
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **alone)
-    try: yield dist.get_rank(), dist.get_world_size()
-    finally: dist.destroy_process_group()
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
 
 # %% ../nbs/08_collectives.ipynb #megabyte
 def _megabyte_seconds(device):
@@ -345,9 +363,12 @@ def main(
     parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"], help="gloo: CPU tensors, nccl: CUDA tensors")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the other ranks")
     options = parser.parse_args(argv)
-    try: local_rank, device = _own_device(options.backend)
-    except ValueError as e: parser.error(str(e))
-    if device.type == "cuda": torch.cuda.set_device(device)  # before the group, or all ranks of a node share one card
+    try:
+        local_rank, device = _own_device(options.backend)
+    except ValueError as e:
+        parser.error(str(e))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before the group, or all ranks of a node share one card
     with process_group(options.backend, options.timeout) as (rank, world_size):
         total = torch.tensor([rank + 1.0], device=device)
         dist.all_reduce(total)
@@ -356,7 +377,8 @@ def main(
               f"interface {interface}, 1 MB summed in {_megabyte_seconds(device) * 1e3:.2f} ms, "
               f"sum {total.item():g} (expected {world_size * (world_size + 1) // 2})")
 
-if __name__ == "__main__" and "__file__" in globals(): main()
+if __name__ == "__main__" and "__file__" in globals():
+    main()
 
 # %% ../nbs/08_collectives.ipynb #rank-error
 class RankError(RuntimeError):
@@ -381,7 +403,8 @@ def _own_error(stderr):
     "The line that says what went wrong: the end of the last traceback, else the last line"
     before, traceback, after = stderr.rpartition("Traceback (most recent call last):")
     lines = [line.rstrip() for line in after.splitlines() if line.strip()]
-    if traceback: lines = [line for line in lines if not line.startswith(" ")][:1]
+    if traceback:
+        lines = [line for line in lines if not line.startswith(" ")][:1]
     return lines[-1].strip() if lines else ""
 
 def _exit_codes(launcher):
@@ -447,8 +470,10 @@ def record_sends():
     "While this is open, note each message that this rank sends through the functions below: a list of dicts"
     sends = []
     _open_records.append(sends)
-    try: yield sends
-    finally: _open_records.pop()
+    try:
+        yield sends
+    finally:
+        _open_records.pop()
 
 def _exchange(group, step, chunk=None, send=None, to=None, receive=None, source=None):
     "Send one tensor and receive another at the same time (ranks are global); empty ones are not sent at all"
@@ -457,8 +482,10 @@ def _exchange(group, step, chunk=None, send=None, to=None, receive=None, source=
         calls.append(dist.P2POp(dist.isend, send, to, group))
         for sends in _open_records:
             sends.append(dict(step=step, rank=dist.get_rank(), to=to, chunk=chunk, bytes=send.nbytes, first=send[0].item()))
-    if receive is not None and len(receive): calls.append(dist.P2POp(dist.irecv, receive, source, group))
-    for work in dist.batch_isend_irecv(calls) if calls else []: work.wait()
+    if receive is not None and len(receive):
+        calls.append(dist.P2POp(dist.irecv, receive, source, group))
+    for work in dist.batch_isend_irecv(calls) if calls else []:
+        work.wait()
 
 # %% ../nbs/08_collectives.ipynb #members
 def _members(group):
@@ -474,7 +501,8 @@ def _flat(tensor):
     "The tensor's numbers in a row, to be changed in place; through a copy if they don't lie in a row in memory"
     row = tensor.detach().contiguous().view(-1)
     yield row
-    if not tensor.is_contiguous(): tensor.detach().copy_(row.view_as(tensor))
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(row.view_as(tensor))
 
 # %% ../nbs/08_collectives.ipynb #up-and-down
 def _up_and_down(tensor, group, rounds):
@@ -486,10 +514,12 @@ def _up_and_down(tensor, group, rounds):
         for step, pairs in enumerate(rounds + back):
             adding = step < len(rounds)
             for sender, receiver in pairs:
-                if me == sender: _exchange(group, step, 0, send=row, to=ranks[receiver])
+                if me == sender:
+                    _exchange(group, step, 0, send=row, to=ranks[receiver])
                 if me == receiver:
                     _exchange(group, step, receive=got if adding else row, source=ranks[sender])
-                    if adding: row += got
+                    if adding:
+                        row += got
 
 # %% ../nbs/08_collectives.ipynb #root-tree
 def root_all_reduce(
@@ -526,7 +556,8 @@ def ring_all_reduce(
             adding = step < P - 1
             receive = got[:len(into)] if adding else into
             _exchange(group, step, out, send=chunks[out], to=right, receive=receive, source=left)
-            if adding: into += receive
+            if adding:
+                into += receive
 
 # %% ../nbs/08_collectives.ipynb #model
 def fit_alpha_beta(

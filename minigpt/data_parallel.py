@@ -37,7 +37,8 @@ def data_parallel_step(
     loss = loss_function(gathered, y)                                                   # 5 loss, on device 0
     loss.backward()
     slices = gathered.grad.split([len(part) for part in parts])                         # 6 scatter its gradient
-    for out, piece in zip(outputs, slices): out.backward(piece)                         # 7 backward
+    for out, piece in zip(outputs, slices):
+        out.backward(piece)                         # 7 backward
     for name, w in weights.items():                                                     # 8 reduce
         pieces = [r[name].grad for r in replicas if r[name].grad is not None]
         w.grad = sum(pieces) if pieces else None
@@ -102,16 +103,20 @@ class MiniDDP(nn.Module):
         "Before a training forward pass; here is decided whether its backward pass will share gradients"
         self.syncing = self.require_backward_grad_sync
         self.mail.events.clear()
-        if self.syncing: self.mail.broadcast(self.module.buffers())
+        if self.syncing:
+            self.mail.broadcast(self.module.buffers())
     def forward(self, *args, **kwargs):
-        if torch.is_grad_enabled(): self.prepare()
+        if torch.is_grad_enabled():
+            self.prepare()
         return self.module(*args, **kwargs)
     @contextmanager
     def no_sync(self):
         "Forward passes inside keep their gradients to themselves"
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try: yield
-        finally: self.require_backward_grad_sync = before
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
 
 # %% ../nbs/09_data_parallel.ipynb #average-gradients
 def refuse_unused(
@@ -120,7 +125,7 @@ def refuse_unused(
     "Name the parameters that the loss does not depend on"
     if names:
         raise RuntimeError(f"no gradient for {', '.join(names)}: the loss doesn't depend on it. Remove it, "
-                                 "or freeze it with requires_grad_(False) before wrapping the model")
+                           "or freeze it with requires_grad_(False) before wrapping the model")
 
 def average_gradients(
     ddp: MiniDDP,  # after its backward pass
@@ -129,21 +134,24 @@ def average_gradients(
     if not ddp.syncing:
         return
     refuse_unused([name for name, p in zip(ddp.names, ddp.params) if p.grad is None])
-    for i, p in enumerate(ddp.params): ddp.mail.average(p.grad, i)
+    for i, p in enumerate(ddp.params):
+        ddp.mail.average(p.grad, i)
 
 # %% ../nbs/09_data_parallel.ipynb #hooked-ddp
 class HookedDDP(MiniDDP):
     "Version 2: a hook averages each gradient as soon as it is there"
     def __init__(self, module):
         super().__init__(module)
-        for i, p in enumerate(self.params): p.register_post_accumulate_grad_hook(partial(self.on_gradient, i))
+        for i, p in enumerate(self.params):
+            p.register_post_accumulate_grad_hook(partial(self.on_gradient, i))
     def prepare(self):
         super().prepare()
         self.waiting = set(range(len(self.params)))
     def on_gradient(self, i, _):
         if not self.syncing:
             return
-        if len(self.waiting) == len(self.params): Variable._execution_engine.queue_callback(self.finish)
+        if len(self.waiting) == len(self.params):
+            Variable._execution_engine.queue_callback(self.finish)
         if i not in self.waiting:
             raise RuntimeError(f"{self.names[i]}: a second backward pass since the last forward pass")
         self.waiting.remove(i)
@@ -191,7 +199,8 @@ class BucketedDDP(HookedDDP):
     def pack(self, b): return torch.cat([self.params[i].grad.flatten() for i in self.buckets[b]])
     def unpack(self, b, flat):
         pieces = flat.split([self.params[i].numel() for i in self.buckets[b]])
-        for i, piece in zip(self.buckets[b], pieces): self.params[i].grad.copy_(piece.view_as(self.params[i]))
+        for i, piece in zip(self.buckets[b], pieces):
+            self.params[i].grad.copy_(piece.view_as(self.params[i]))
 
 # %% ../nbs/09_data_parallel.ipynb #overlapped-ddp
 class OverlappedDDP(BucketedDDP):

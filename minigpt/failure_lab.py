@@ -53,7 +53,8 @@ def mark(
     label: str,  # what begins now
 ):
     "Tell who watches this rank, with the time"
-    if _to_page is not None: _to_page.send(("mark", [time.time(), label]))
+    if _to_page is not None:
+        _to_page.send(("mark", [time.time(), label]))
 
 # %% ../nbs/12_failure_lab.ipynb #tiny
 def tiny(buffers=False, **options):
@@ -73,7 +74,8 @@ def train_step(ddp, rank):
     loss.backward()
     with torch.no_grad():
         for p in ddp.parameters():
-            if p.grad is not None: p -= 0.1 * p.grad
+            if p.grad is not None:
+                p -= 0.1 * p.grad
 
 def weight_sum(model): return sum(p.double().sum().item() for p in model.parameters())
 
@@ -82,7 +84,8 @@ def killed(rank, world):
     "Rank 1 is killed at its third step, as the system does when memory runs out"
     ddp = tiny()
     for step in range(5):
-        if (rank, step) == (1, 2): os.kill(os.getpid(), signal.SIGKILL)
+        if (rank, step) == (1, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
         train_step(ddp, rank)
 
 CASES["killed"] = killed
@@ -101,7 +104,8 @@ def two_sums(rank, world, guard=False):
     "Two sums of one shape, in another order on rank 1"
     sums = {"loss": torch.tensor([1.0 + rank]), "count": torch.tensor([100.0])}
     for name in sorted(sums, reverse=rank == 0):
-        if guard: same_call(f"{name} {tuple(sums[name].shape)}")  # section 3
+        if guard:
+            same_call(f"{name} {tuple(sums[name].shape)}")  # section 3
         mark(name)
         dist.all_reduce(sums[name])
     return {name: total.item() for name, total in sums.items()}
@@ -136,24 +140,30 @@ def _in_child(name, rank, world, meeting, timeout, pipe, log):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
         dist.barrier()  # start together
         pipe.send(("returned", CASES[name](rank, world)))
-    except Exception as error: pipe.send(("raised", f"{type(error).__name__}: {error}"))
+    except Exception as error:
+        pipe.send(("raised", f"{type(error).__name__}: {error}"))
     os._exit(0)  # like a job that ends: its connections close, whatever still waits
 
 # %% ../nbs/12_failure_lab.ipynb #hear
 def _hear(pipe, outcome, until):
     "Take down what a child reports until it ends; False: out of time"
     while pipe.poll(max(0, until - time.monotonic())):
-        try: kind, what = pipe.recv()
+        try:
+            kind, what = pipe.recv()
         except EOFError:
             return True
-        if kind == "mark": outcome.marks.append(what)
-        elif kind == "returned": outcome.ended, outcome.value = kind, what
-        else: outcome.ended, outcome.error = kind, what
+        if kind == "mark":
+            outcome.marks.append(what)
+        elif kind == "returned":
+            outcome.ended, outcome.value = kind, what
+        else:
+            outcome.ended, outcome.error = kind, what
     return False
 
 def _end(child, in_time):
     "How a child ended; one that is still there writes its stack, then dies of it"
-    if not in_time: os.kill(child.pid, signal.SIGABRT)
+    if not in_time:
+        os.kill(child.pid, signal.SIGABRT)
     child.join(3)
     if child.is_alive(): child.kill(); child.join()
     if not in_time:
@@ -181,7 +191,8 @@ def run_one(
         outcome.marks.append([time.time(), "end"])
         outcome.ended = _end(child, in_time) or outcome.ended
         outcome.stderr = log.read_text(errors="replace")[:6000]
-    if not in_time: outcome.error = collectives._where_it_stands(outcome.stderr)
+    if not in_time:
+        outcome.error = collectives._where_it_stands(outcome.stderr)
     return outcome
 
 # %% ../nbs/12_failure_lab.ipynb #run-here
@@ -199,14 +210,17 @@ def run_here(
     import torch._dynamo  # DDP wants it: imported here once, not in each child
     store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
     with tempfile.TemporaryDirectory() as folder:
-        if rank == 0: store.set("folder", folder)
+        if rank == 0:
+            store.set("folder", folder)
         folder = store.get("folder").decode()
         for number, name in enumerate(names):
             outcome = run_one(name, rank, world, f"{folder}/{number}", timeout, limit)
             print(json.dumps(asdict(outcome)), flush=True)
             _meet(store, f"after {number}", rank, world)
-        if rank == 0: _meet(store, "left", rank, world)  # it holds the folder, so it leaves last
-        else: store.set(f"left {rank}", "")
+        if rank == 0:
+            _meet(store, "left", rank, world)  # it holds the folder, so it leaves last
+        else:
+            store.set(f"left {rank}", "")
 
 # %% ../nbs/12_failure_lab.ipynb #run-cases
 def check_names(names):
@@ -253,10 +267,12 @@ def timed_out(
 def evaluate_on_rank_0(rank, world, steps=2, grad=False, inner=False, everybody=False, **options):
     "Train, let rank 0 alone evaluate, train on"
     ddp = tiny(**options)
-    for _ in range(steps): train_step(ddp, rank)
+    for _ in range(steps):
+        train_step(ddp, rank)
     if everybody or rank == 0:
         mark("evaluate")
-        with torch.set_grad_enabled(grad): (ddp.module if inner else ddp).eval()(batch_of(9))
+        with torch.set_grad_enabled(grad):
+            (ddp.module if inner else ddp).eval()(batch_of(9))
     train_step(ddp, rank)
     return weight_sum(ddp)
 
@@ -280,13 +296,16 @@ def read_file(rank, world, barrier=False):
         dist.broadcast_object_list(agreed)
         path = Path(agreed[0]) / "checkpoint"
         if rank == 0:
-            if not barrier: store.wait(["rank 1 has looked"])  # as slow as it takes
+            if not barrier:
+                store.wait(["rank 1 has looked"])  # as slow as it takes
             path.write_text("weights")
-        if barrier: dist.barrier()
+        if barrier:
+            dist.barrier()
         if rank == 0: store.wait(["rank 1 has looked"]); return "wrote it"
         try:
             return "read " + path.read_text()
-        finally: store.set("rank 1 has looked", "")
+        finally:
+            store.set("rank 1 has looked", "")
 
 CASES |= dict(read_early=read_file, read_after_barrier=partial(read_file, barrier=True))
 
@@ -301,11 +320,13 @@ def evaluate_long(rank, world, shared=False, rows=4, seconds_a_row=1.0):
     "An evaluation longer than the time-out: by rank 0 while the others wait at a barrier, or shared by all"
     mine = range(rank, rows, world) if shared else range(rows) if rank == 0 else []
     loss = torch.zeros(2)  # sum, count
-    if mine: mark("evaluate")
+    if mine:
+        mark("evaluate")
     for row in mine: time.sleep(seconds_a_row); loss += torch.tensor([row, 1.0])
     mark("barrier")
     dist.barrier()
-    if shared: dist.all_reduce(loss)
+    if shared:
+        dist.all_reduce(loss)
     return (loss[0] / loss[1]).item()
 
 CASES |= dict(barrier_on_main=barrier_on_main,
@@ -315,9 +336,11 @@ CASES |= dict(barrier_on_main=barrier_on_main,
 def uneven(rank, world, cure=None):
     "Rank 0 has three batches, rank 1 two; after the epoch all meet"
     ddp, batches, taken = tiny(), torch.tensor([3, 2][rank]), 0
-    if cure == "equal": dist.all_reduce(batches, dist.ReduceOp.MIN)
+    if cure == "equal":
+        dist.all_reduce(batches, dist.ReduceOp.MIN)
     with ddp.join(enable=cure == "join"):
-        for taken in range(1, batches + 1): train_step(ddp, rank)
+        for taken in range(1, batches + 1):
+            train_step(ddp, rank)
     mark("barrier")
     dist.barrier()
     return dict(batches=taken, weights=weight_sum(ddp))
@@ -330,9 +353,11 @@ def accumulate(rank, world, flag="after forward"):
     ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     x = torch.tensor([[1.0 + rank]])
     for last in (False, True):
-        if flag == "before forward": ddp.require_backward_grad_sync = last
+        if flag == "before forward":
+            ddp.require_backward_grad_sync = last
         loss = ddp(x).sum()
-        if flag == "after forward": ddp.require_backward_grad_sync = last
+        if flag == "after forward":
+            ddp.require_backward_grad_sync = last
         loss.backward()
     return ddp.module.weight.grad.item()
 
@@ -355,13 +380,15 @@ def epochs(rank, world, told=False, rows=12):
     "The rows that this rank reads in two epochs"
     sampler, order = DistributedSampler(range(rows), world, rank), []
     for epoch in range(2):
-        if told: sampler.set_epoch(epoch)
+        if told:
+            sampler.set_epoch(epoch)
         order.append(list(sampler))
     return order
 
 def split(rank, world, seeded=False, rows=40):
     "Each rank holds a quarter out for evaluation, then trains on its share of the rest"
-    if not seeded: torch.manual_seed(100 + rank)  # wherever its generator happens to stand
+    if not seeded:
+        torch.manual_seed(100 + rank)  # wherever its generator happens to stand
     train, held = random_split(range(rows), [0.75, 0.25], torch.Generator().manual_seed(1) if seeded else None)
     return dict(train=[train[i] for i in DistributedSampler(train, world, rank)], held=sorted(held))
 
@@ -393,7 +420,8 @@ class Skips(nn.Module):
 def steps_of(model, rank, steps=3, **options):
     "Train a model under DDP; which parameters got no gradient"
     ddp = DistributedDataParallel(model, **options)
-    for _ in range(steps): train_step(ddp, rank)
+    for _ in range(steps):
+        train_step(ddp, rank)
     return [name for name, p in model.named_parameters() if p.grad is None]
 
 def unused(rank, world, find=False): return steps_of(Skips(), rank, find_unused_parameters=find)
@@ -419,7 +447,8 @@ CASES |= dict(reentrant=partial(recompute, reentrant=True, find=False),
 def shapes(rank, world, guard=False):
     "One sum, two shapes"
     tensor = torch.ones(4 + rank)
-    if guard: same_call(f"tokens {tuple(tensor.shape)}")
+    if guard:
+        same_call(f"tokens {tuple(tensor.shape)}")
     mark("all_reduce")
     dist.all_reduce(tensor)
     return tensor.tolist()
@@ -438,8 +467,10 @@ CASES |= dict(shapes=shapes, shapes_guarded=partial(shapes, guard=True), raises=
 def prefixed(rank, world):
     "Weights saved through the wrapper, loaded without one: plainly, quietly, rightly"
     ddp, plain, told = tiny(), nn.Sequential(nn.Linear(4, 4)), ""
-    try: plain.load_state_dict(ddp.state_dict())
-    except RuntimeError as error: told = str(error)
+    try:
+        plain.load_state_dict(ddp.state_dict())
+    except RuntimeError as error:
+        told = str(error)
     before = weight_sum(plain)
     plain.load_state_dict(ddp.state_dict(), strict=False)
     quietly = weight_sum(plain)
@@ -487,8 +518,10 @@ def within(seconds, function, *args):
     "What `function` returns; TimeoutError if the system keeps it waiting, as a name server that does not answer would"
     found = {}
     def ask():
-        try: found["value"] = function(*args)
-        except Exception as error: found["error"] = error
+        try:
+            found["value"] = function(*args)
+        except Exception as error:
+            found["error"] = error
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -522,7 +555,8 @@ def check_backends(folder):
 
 def check_environment(folder):
     "Variables of a launch that is not there, and one that restarts need"
-    try: collectives.rank_env()
+    try:
+        collectives.rank_env()
     except ValueError as error:
         return Finding("warn", "environment", str(error).split(": ")[0], "unset " + " ".join(v for v in collectives.RANK_VARIABLES if v in os.environ))
     if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
@@ -544,10 +578,13 @@ def check_loopback(folder):
 def check_interface(folder):
     "Which interface gloo will use: the named one, else that of the host name's address"
     names, chosen = [name for _, name in socket.if_nameindex()], os.environ.get("GLOO_SOCKET_IFNAME")
-    if chosen: level, text = ("ok" if chosen in names else "warn"), f"GLOO_SOCKET_IFNAME={chosen}"
+    if chosen:
+        level, text = ("ok" if chosen in names else "warn"), f"GLOO_SOCKET_IFNAME={chosen}"
     else:
-        try: level, text = "ok", f"the host name resolves to {within(3, socket.gethostbyname, socket.gethostname())}"
-        except OSError as error: level, text = "warn", f"the host name {socket.gethostname()} does not resolve ({error.strerror or error})"
+        try:
+            level, text = "ok", f"the host name resolves to {within(3, socket.gethostbyname, socket.gethostname())}"
+        except OSError as error:
+            level, text = "warn", f"the host name {socket.gethostname()} does not resolve ({error.strerror or error})"
     cure = "" if level == "ok" else "export GLOO_SOCKET_IFNAME=" + ("lo" if "lo" in names else names[0] if names else "...")
     return Finding(level, "interface", f"{text}; there are {' '.join(names) or 'none'}", cure)
 
@@ -610,9 +647,11 @@ def fingerprint(
     path = Path(path)
     if path.suffix == ".bin":
         return pretrain_dataset.PretrainBinaryDataset(path, 1).fingerprint
-    if path.is_dir(): parts = [f"{file.relative_to(path)} {fingerprint(file)}" for file in sorted(path.rglob("*"))
+    if path.is_dir():
+        parts = [f"{file.relative_to(path)} {fingerprint(file)}" for file in sorted(path.rglob("*"))
                               if file.is_file() and "__pycache__" not in file.parts]
-    else: parts = [hashlib.sha256(path.read_bytes()).hexdigest()]
+    else:
+        parts = [hashlib.sha256(path.read_bytes()).hexdigest()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 def facts(
@@ -621,8 +660,10 @@ def facts(
     "What all ranks must have in common"
     found = dict(Python=platform.python_version(), torch=torch.__version__, minigpt=fingerprint(Path(collectives.__file__).parent))
     if data:
-        try: found["data"] = fingerprint(data)
-        except (OSError, ValueError) as error: found["data"] = f"unreadable ({error})"
+        try:
+            found["data"] = fingerprint(data)
+        except (OSError, ValueError) as error:
+            found["data"] = f"unreadable ({error})"
     return found
 
 # %% ../nbs/12_failure_lab.ipynb #check-facts
@@ -707,7 +748,8 @@ def check_ranks(nproc, timeout, data=""):
     "Findings that need several ranks: they meet, have the same software and data, sums are right and how fast, clocks agree"
     link = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME=the interface between the nodes (ip addr), ports open" if collectives.several_machines(os.environ) else "GLOO_SOCKET_IFNAME=lo"
     tried = f"export {link}; with cards NCCL_DEBUG=INFO, NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1"
-    try: found = probe_ranks(nproc, timeout, data)
+    try:
+        found = probe_ranks(nproc, timeout, data)
     except (collectives.RankError, dist.DistError, RuntimeError, OSError) as error:
         return [Finding("warn", "ranks", re.sub(NOISE, "", str(error).splitlines()[0]), tried)]
     switches = " ".join(f"{name}={os.environ[name]}" for name in SWITCHES if name in os.environ)
@@ -741,10 +783,13 @@ def check(
     levels, node = {}, f"node {os.environ.get('GROUP_RANK', '?')}: " if collectives.several_machines(os.environ) else ""
     def tell(finding):
         levels[finding.name] = finding.level
-        if os.environ.get("LOCAL_RANK", "0") == "0": print(f"{node}{finding}", flush=True)
-    for function in CHECKS: tell(guarded(function.__name__.removeprefix("check_"), function, folder))
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{node}{finding}", flush=True)
+    for function in CHECKS:
+        tell(guarded(function.__name__.removeprefix("check_"), function, folder))
     if levels.get("port") == "ok":  # else the ranks could not meet
-        for finding in check_ranks(nproc, timeout, data): tell(finding)
+        for finding in check_ranks(nproc, timeout, data):
+            tell(finding)
     return "warn" not in levels.values()
 
 # %% ../nbs/12_failure_lab.ipynb #main
@@ -760,14 +805,22 @@ def main(
     parser.add_argument("--limit", type=float, default=10, help="seconds for one case")
     parser.add_argument("--data", default="", metavar="PATH", help="a .bin, text or folder that check compares between the ranks")
     options = parser.parse_args(argv)
-    if options.what == "run" and not options.names: parser.error(f"name a case: {', '.join(CASES)}")
-    try: check_names(options.names)
-    except ValueError as error: parser.error(str(error))
-    if options.what == "check": sys.exit(0 if check(options.nproc, timeout=options.timeout or 10, data=options.data) else 1)
-    if options.what == "probe": print(json.dumps(probe(options.timeout or 10, options.data)), flush=True)
-    elif collectives.rank_env(): run_here(options.names, options.timeout or 3, options.limit)
+    if options.what == "run" and not options.names:
+        parser.error(f"name a case: {', '.join(CASES)}")
+    try:
+        check_names(options.names)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.what == "check":
+        sys.exit(0 if check(options.nproc, timeout=options.timeout or 10, data=options.data) else 1)
+    if options.what == "probe":
+        print(json.dumps(probe(options.timeout or 10, options.data)), flush=True)
+    elif collectives.rank_env():
+        run_here(options.names, options.timeout or 3, options.limit)
     else:
         for name, outcomes in run_cases(*options.names, nproc=options.nproc, timeout=options.timeout or 3, limit=options.limit).items():
-            for outcome in outcomes: print(f"{name:20} rank {outcome.rank}: {said(outcome)}")
+            for outcome in outcomes:
+                print(f"{name:20} rank {outcome.rank}: {said(outcome)}")
 
-if __name__ == "__main__" and "__file__" in globals(): main()
+if __name__ == "__main__" and "__file__" in globals():
+    main()

@@ -6,7 +6,8 @@
 __all__ = ['DEFAULT_WINDOWS', 'MAX_SKIPPED', 'COUNTERS', 'STRATEGY_SEAMS', 'token_loss', 'lr_at', 'build_optimizer', 'BatchOrder',
            'in_groups', 'collate', 'TrainArgs', 'check_args', 'Choices', 'choose', 'choose_dtype', 'log_line',
            'print_event', 'rng_state', 'set_rng_state', 'patch_to', 'PlainCheckpoints', 'Trainer', 'sliced_loss',
-           'micro_loss', 'open_levers', 'recompute_blocks', 'peak_memory_mb', 'fitting', 'unpatch', 'patch_strategy']
+           'micro_loss', 'open_levers', 'compiler_target', 'recompute_blocks', 'peak_memory_mb', 'fitting', 'unpatch',
+           'patch_strategy']
 
 # %% ../nbs/04_pretrainer_single.ipynb #imports
 import itertools
@@ -611,9 +612,12 @@ def apply_levers(self):
     self.micro_loss = micro_loss
     if self.choices.compile:
         warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")  # pos_cis: one small copy a step
-        # on processors with AMX the 512-bit code of torch 2.13 gave gradients of no number (256 tokens, heads of 64)
-        narrow = self.device.type == "cpu" and torch.cpu._is_amx_tile_supported()
-        self.micro_loss = torch.compile(micro_loss, dynamic=False, options={"cpp.simdlen": 256} if narrow else None)
+        self.micro_loss = torch.compile(micro_loss, dynamic=False, options={"cpp.march": compiler_target()})
+
+
+def compiler_target() -> str | None:  # None: the processor found here
+    "What C++ code is compiled for: g++ 12 mistakes new processors with AMX for others, and its gradients were no numbers (bfloat16, heads of 64)"
+    return "cooperlake" if torch.cpu._is_amx_tile_supported() else None  # the newest before AMX
 
 
 def recompute_blocks(

@@ -319,7 +319,7 @@ def test_compiled_run_resumes_to_the_bit(compiled):
 
 @COMPILES
 def test_a_compiled_step_of_wide_heads_has_finite_gradients(tmp_path):
-    "Heads of 64 and 256 tokens in bfloat16: with AMX, torch 2.13's 512-bit code made the first gradient no number"
+    "Heads of 64 and 256 tokens in bfloat16: where g++ 12 compiled for a new processor with AMX, the first gradient was no number"
     torch.manual_seed(0)
     model = MiniGPT(GPTConfig(vocab_size=256, context_length=256, emb_dim=384, n_layers=1, n_heads=6))
     x, y = torch.randint(256, (2, 8, 256))
