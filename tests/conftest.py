@@ -1,8 +1,12 @@
 "What several test files need set up"
+import signal
+
 import pytest
 import torch
 
 from minigpt.pretrainer_single import Trainer, unpatch
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs deaf to Ctrl-C, and their children inherit it
 
 
 @pytest.fixture
