@@ -11,6 +11,7 @@ __all__ = ['TORCHRUN', 'QUIRKS', 'RANK_VARIABLES', 'BYSTANDER', 'check_target', 
 # %% ../nbs/08_collectives.ipynb #imports-export
 import argparse
 import codecs
+import gc
 import os
 import re
 import signal
@@ -28,6 +29,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before any group is made: its defaults would keep that alive
 import minigpt
 
 # %% ../nbs/08_collectives.ipynb #check-target
@@ -328,6 +330,7 @@ def process_group(
     try:
         yield dist.get_rank(), dist.get_world_size()
     finally:
+        gc.collect()  # wrappers hold the group in cycles; its threads must end before Python does, which else may abort
         dist.destroy_process_group()
 
 # %% ../nbs/08_collectives.ipynb #megabyte

@@ -158,6 +158,22 @@ def test_p06_first_failing_ranks_own_error(two_failures):
     assert len(error.logs) == 2 and not any("destroy_process_group" in log for log in error.logs)
     assert len(started) == 2 and none_left(started)
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_no_thread_of_the_group_outlives_it(tmp_path):
+    "One that does may touch Python while that ends: a rank that has done its work then ends by SIGABRT, now and then"
+    body = """
+        def step():
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+            model(torch.ones(1, 2)).sum().backward()
+            torch.optim.AdamW(model.parameters()).step()  # imports half of torch
+        step()
+        def threads(): return [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
+        during = any("gloo" in name for name in threads())
+    """
+    path = script(tmp_path, body)
+    path.write_text(path.read_text() + 'print("during", during, "after", [name for name in threads() if "gloo" in name])\n')
+    assert all("during True after []" in log for log in c.run_ranks(path, stream=False))
+
 def test_each_groups_prefix_goes(tmp_path):
     "torch puts `[rank1]: ` before a traceback once for every group that the process has made"
     path = tmp_path / "none" / "attempt_0" / "1" / "stderr.log"
